@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start hundreds of processes, and each would compile the whole package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table peers elastic lab again draws facts own first-job bench mutants scaling memory rehearsal s3 chaos report-test clean
+.PHONY: help demo package schemas pythons lowest docs orchestrators test full exhaustive cluster serving check fuzz format parity parity-table peers elastic lab again draws facts own bench mutants scaling memory rehearsal s3 chaos report-test clean
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
@@ -38,7 +38,6 @@ help:
 	@echo "make peers    what brings a checkpoint to another topology: other converters and ours, into docs/peers.md (half an hour)"
 	@echo "make own      a class that no table knows describes itself in the real trainer, is converted and resumed (five minutes)"
 	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (ten minutes)"
-	@echo "make first-job     from a wheel to a job that the real trainer resumes (minutes; network)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
 	@echo "make scaling  how conversions gain from more cores, and where they wait; eight minutes (ARGS=--write: into benchmarks/scaling.md)"
 	@echo "make memory   private memory of conversions of 270,000 tensors (ARGS='--layers 10': fewer tensors)"
@@ -212,7 +211,7 @@ parity: $(VENV)/.test
 	$(BIN)/python -m tests.parity.command_line
 
 lab: $(VENV)/.test
-	$(BIN)/python -c "from tests.parity.lab import open_lab; print(open_lab().python)"
+	$(BIN)/python -c "from tests.parity.lab import python_of; print(python_of('pf'))"
 
 again: $(VENV)/.test
 	$(BIN)/python -m tests.lab.corpus $(ARGS)
@@ -221,10 +220,7 @@ draws: $(VENV)/.test
 	$(BIN)/python -m tests.lab.draws $(ARGS)
 
 facts: $(VENV)/.test
-	"$$($(BIN)/python -c 'from tests.parity.lab import open_lab; print(open_lab().python)' | tail -1)" tests/lab/facts.py $(ARGS)
-
-first-job: $(VENV)/.test
-	$(BIN)/python -m tests.parity.first_job
+	"$$($(BIN)/python -c 'from tests.parity.lab import python_of; print(python_of("pf"))' | tail -1)" tests/lab/facts.py $(ARGS)
 
 peers: $(VENV)/.test
 	$(BIN)/python -m tests.peers $(ARGS)

@@ -301,7 +301,7 @@ class Bench:
                 "they are float32. "
             )
         peer = os.environ.get(PEER_PYTHON)
-        script = str(Path(__file__).with_name("checkpoint_converter.py"))
+        script = str(Path(__file__).parents[1] / "tests" / "peers" / "checkpoint_converter.py")
         if peer:
             contenders["PaddleNLP CheckpointConverter"] = self.fresh(
                 lambda: inner_seconds(run([peer, script, str(source)]))

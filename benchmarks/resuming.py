@@ -34,7 +34,9 @@ from typing import Any
 from benchmarks.measure import end_cleanly, run
 from tests.conftest import case_directory
 from tests.lab.job import Job, Topology
-from tests.parity.lab import PARITY, Lab, alone, open_lab, run_trainer, say
+from tests.lab.laboratory import Laboratory
+from tests.parity.checks import run_trainer
+from tests.parity.lab import PARITY, alone, say
 
 DRIVER = Path(__file__).with_name("resuming_driver.py")
 TIMEOUT_SECONDS = 1800
@@ -80,7 +82,7 @@ def model_of(layers: int) -> dict[str, Any]:
 
 
 def train(
-    lab: Lab, folder: Path, name: str, arguments: Mapping[str, Any], layers: int, **told: str
+    lab: Laboratory, folder: Path, name: str, arguments: Mapping[str, Any], layers: int, **told: str
 ) -> list[str]:
     """Run the trainer under the driver; return the logs of the ranks."""
     out = folder / name / "out"
@@ -106,7 +108,7 @@ def converted(source: Path, config: Path, target: Path, *options: str) -> tuple[
     return measured.seconds, measured.cpu_seconds
 
 
-def resumed(lab: Lab, folder: Path, way: str, layers: int) -> Resumed:
+def resumed(lab: Laboratory, folder: Path, way: str, layers: int) -> Resumed:
     """Go one of the ways."""
     source, config, work = folder / "old" / "out" / "checkpoint-1", folder / "config.json", folder / "work"
     shutil.rmtree(work, ignore_errors=True)
@@ -175,8 +177,8 @@ def main() -> None:
     asked = parser.parse_args()
     end_cleanly()
     PARITY.mkdir(exist_ok=True)
-    with alone(), tempfile.TemporaryDirectory(dir=PARITY) as made:
-        folder, lab = Path(made), open_lab()
+    with alone(), tempfile.TemporaryDirectory(dir=PARITY) as made, Laboratory() as lab:
+        folder = Path(made)
         train(lab, folder, "old", OLD, asked.layers)
         source = folder / "old" / "out" / "checkpoint-1"
         like = json.loads((case_directory("single") / "checkpoint-3" / "config.json").read_bytes())

@@ -6,34 +6,19 @@ loading and the first step took.
 
 import json
 import os
-import runpy
 import sys
 import time
-from pathlib import Path
 
-
-def main() -> None:
-    script = Path(sys.argv[1])
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.parent)
-    import paddle
-
-    paddle.set_device("cpu")
-    import cpu_gloo_shim  # noqa: F401
-
-    if "RESUME_FROM" in os.environ:
-        go_on(os.environ["RESUME_FROM"], sys.argv[sys.argv.index("--case") + 1])
-    runpy.run_path(str(script), run_name="__main__")
+import train
+from paddle import distributed
+from paddleformers.trainer import Trainer, TrainerCallback
 
 
 def go_on(checkpoint: str, name: str) -> None:
     """Have the trainer resume, and end when the first step is done."""
-    from paddle import distributed
-    from paddleformers.trainer import Trainer, TrainerCallback
-
     node = int(os.environ["PADDLE_TRAINER_ID"]) // int(os.environ["RANKS_OF_A_NODE"])
     told: dict[str, float] = {"read_seconds": 0.0}
-    load, train, read = Trainer._load_flex_checkpoint, Trainer.train, distributed.load_state_dict
+    load, start, read = Trainer._load_flex_checkpoint, Trainer.train, distributed.load_state_dict
 
     def timed_read(*arguments, **options):
         began = time.perf_counter()
@@ -61,7 +46,7 @@ def go_on(checkpoint: str, name: str) -> None:
 
     def train_on(trainer, *_, **__):
         trainer.callback_handler.callbacks.insert(0, FirstStep())
-        return train(trainer, resume_from_checkpoint=checkpoint.replace("{node}", str(node)))
+        return start(trainer, resume_from_checkpoint=checkpoint.replace("{node}", str(node)))
 
     Trainer._load_flex_checkpoint, Trainer.train, distributed.load_state_dict = (
         timed_load,
@@ -70,4 +55,6 @@ def go_on(checkpoint: str, name: str) -> None:
     )
 
 
-main()
+if "RESUME_FROM" in os.environ:
+    go_on(os.environ["RESUME_FROM"], sys.argv[sys.argv.index("--case") + 1])
+train.run(train.asked_of_command_line())

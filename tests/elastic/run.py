@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,19 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measure import table, write_figures
 from tests.parity.command_line import ALWAYS, GLOBAL_BATCH, RANK, write_inputs
-from tests.parity.lab import (
-    MASTER_OFFSET,
-    PARITY,
-    REPO,
-    Lab,
-    LabError,
-    alone,
-    free_ports,
-    mailbox,
-    open_lab,
-    say,
-    shared_environment,
-)
+from tests.parity.lab import PARITY, REPO, LabError, alone, python_of, say
 from tests.parity.run import EMA_STATES, differences_of_reports
 from tests.parity.tensors import Tensor, differences, read_tensors
 from tests.storage.servers import Store, running_store
@@ -43,6 +33,8 @@ WORK = PARITY / "elastic"
 START = Path(os.environ.get("ELASTIC_START", Path(__file__).with_name("start.sh")))
 RESHARD = Path(os.environ.get("ELASTIC_RESHARD", Path(sys.executable).with_name("paddle-reshard")))
 NODES = 2
+PORTS = range(10_000, 14_000, 50)
+STORE_OFFSET, MASTER_OFFSET, STORE_PORTS = 1000, 500, 512
 SAVE = 2
 TIMEOUT_SECONDS = 900
 BUCKET = "elastic"
@@ -157,9 +149,9 @@ def main(wanted: list[str]) -> int:
             if not (WORK / "in").exists():
                 write_inputs(WORK / "in", **SMALL)
             store.client.create_bucket(Bucket=BUCKET)
-            lab = open_lab()
+            python = python_of("pf")
             for name in wanted or JOBS:
-                failed += _follow(name, Bench(lab, JOBS[name], _folder(name), store))
+                failed += _follow(name, Bench(python, JOBS[name], _folder(name), store))
     except LabError as error:
         say(f"elastic: {error}")
         return 2
@@ -230,7 +222,7 @@ class Row:
 class Bench:
     """Where a job runs."""
 
-    lab: Lab
+    python: Path
     job: Job
     work: Path
     store: Store
@@ -311,9 +303,9 @@ class Bench:
             f"{self.job.arguments} {start.cards.arguments} --output_dir {out} --max_steps {self.job.end} "
             f"--save_steps {SAVE} --gradient_accumulation_steps {GLOBAL_BATCH // start.cards.data_ranks}"
         )
-        with mailbox() as box:
-            port = free_ports(start.cards.ranks)
-            environment = shared_environment(port, box) | {
+        with _mailbox() as box:
+            port = _free_ports(start.cards.ranks)
+            environment = _shared_environment(port, box) | {
                 "RUN_NAME": name,
                 "RUN_OUT": str(folder / "state"),
                 "RUN_LOSSES": str(losses),
@@ -325,7 +317,7 @@ class Bench:
                 "AWS_ACCESS_KEY_ID": self.store.key,
                 "AWS_SECRET_ACCESS_KEY": self.store.secret,
                 "RESHARD": str(RESHARD),
-                "PYTHON": str(self.lab.python),
+                "PYTHON": str(self.python),
                 "SCRIPT": str(self.job.script),
                 "ARGUMENTS": arguments,
                 "RUN": run,
@@ -342,6 +334,55 @@ class Bench:
             raise LabError(f"{folder}: {ended}\n{logs}")
         seconds.write_text(str(time.monotonic() - began))
         return Done(name, start, since, _losses(losses), float(seconds.read_text()))
+
+
+@contextlib.contextmanager
+def _mailbox() -> Iterator[Path]:
+    """Make the folder through which the ranks pass point-to-point messages."""
+    memory = Path("/dev/shm")
+    box = tempfile.mkdtemp(prefix="parity_", dir=memory if memory.is_dir() else None)
+    try:
+        yield Path(box)
+    finally:
+        shutil.rmtree(box, ignore_errors=True)
+
+
+def _shared_environment(port: int, box: Path) -> dict[str, str]:
+    """What all ranks are told beside who they are, with ``port`` the first of those that are free."""
+    shared = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PADDLE_", "PYTHONPATH", "PYTHONDONTWRITE"))
+    }
+    return shared | {
+        "SHIM_BOX": str(box),
+        "SHIM_STORE_PORT": str(port + STORE_OFFSET),
+        "OMP_NUM_THREADS": "1",
+        "GLOG_v": "0",
+        # Compiling the trainer's modules takes a rank most of its time; the environment itself stays as it is.
+        "PYTHONPYCACHEPREFIX": str(PARITY / "bytecode"),
+    }
+
+
+def _free_ports(ranks: int) -> int:
+    """Find a base at which all the ports are free that a run may listen on."""
+    start = os.getpid() % len(PORTS)
+    for base in (*PORTS[start:], *PORTS[:start]):
+        wanted = [*range(base, base + ranks), base + MASTER_OFFSET]
+        wanted += range(base + STORE_OFFSET, base + STORE_OFFSET + STORE_PORTS, 8)
+        if all(_is_free(port) for port in wanted):
+            return base
+    raise LabError("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _steps(done: Done) -> str:

@@ -1,37 +1,30 @@
 """Runs in the trainer's Python: the laboratory's script, which loads a checkpoint and tells what it then holds."""
 
-import contextlib
 import os
 import sys
 import types
-from pathlib import Path
+
+import paddle
+import train
+import truth
+from paddleformers.trainer import Trainer, TrainerCallback
 
 
-def main(names: bool = True) -> None:
-    script = Path(sys.argv[1])
+def main() -> None:
+    """What every row asks for: of the arguments the node's own, values that are equal only if they were loaded."""
     node = int(os.environ.get("PADDLE_TRAINER_ID", "0")) // int(os.environ.get("RANKS_OF_A_NODE", "1"))
-    sys.argv = [argument.replace("{node}", str(node)) for argument in sys.argv[1:]]
-    sys.path[0] = str(script.parent)
-    # The order in which the script imports them: the shim patches what the rest then uses.
-    import paddle
-
-    answer_for_bfloat16(paddle, os.environ.get("CPU_HAS_BFLOAT16"))
-    paddle.set_device("cpu")
-    import cpu_gloo_shim  # noqa: F401
-    import train
-    import truth
-
+    sys.argv = [argument.replace("{node}", str(node)) for argument in sys.argv]
+    answer_for_bfloat16(os.environ.get("CPU_HAS_BFLOAT16"))
     forget_correction_biases()
     copy_to_host()
-    if names:
-        with contextlib.suppress(ImportError):  # of a FlexCheckpoint the row does not ask for it
-            train.check_names()
+    if os.environ.get("CHECK_NAMES"):
+        train.check_names()
     if os.environ.get("TRAIN_ON"):
-        train_on(truth, sys.argv)
+        train_on(sys.argv)
     train.run(train.asked_of_command_line())
 
 
-def answer_for_bfloat16(paddle, wanted: str | None) -> None:
+def answer_for_bfloat16(wanted: str | None) -> None:
     """Have Paddle take this CPU for one with ("yes") or without ("no") bfloat16, and say what it takes it for."""
     if wanted is not None:
         from paddle.base import core
@@ -42,7 +35,6 @@ def answer_for_bfloat16(paddle, wanted: str | None) -> None:
 
 def copy_to_host() -> None:
     """Have a loaded average survive: the trainer copies it to the host and clears the card's; here both are one."""
-    import paddle
     from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
 
     convert, to_host = EMABufferFcBased._fc_to_buffer_format, paddle.Tensor.cpu
@@ -59,29 +51,24 @@ def copy_to_host() -> None:
 
 def forget_correction_biases() -> None:
     """Zero what the script sets to the same values in every job, and training leaves: it is equal only if loaded."""
-    import paddle
-    from paddleformers.trainer import Trainer
-
-    train = Trainer.train
+    start = Trainer.train
 
     def train_from_zero(trainer, *arguments, **options):
         for key, tensor in trainer.model.state_dict().items():
             if key.endswith(".e_score_correction_bias"):
                 paddle.assign(paddle.zeros_like(tensor), tensor)
-        return train(trainer, *arguments, **options)
+        return start(trainer, *arguments, **options)
 
     Trainer.train = train_from_zero
 
 
-def train_on(truth, arguments: list[str]) -> None:
+def train_on(arguments: list[str]) -> None:
     """Have the script, which ends after loading, dump the state there and then train another step and save."""
-    from paddleformers.trainer import Trainer, TrainerCallback
-
     place = arguments.index("--resume")
     checkpoint = arguments[place + 1]
     out = arguments[arguments.index("--out") + 1]
     arguments[place : place + 2] = ["--steps", "4", "--truth", "0"]
-    train = Trainer.train
+    start = Trainer.train
 
     def train_from_checkpoint(trainer, **options):
         class Dump(TrainerCallback):
@@ -89,7 +76,7 @@ def train_on(truth, arguments: list[str]) -> None:
                 truth.gather(trainer, types.SimpleNamespace(out=out), trainer.args)
 
         trainer.add_callback(Dump())
-        return train(trainer, **{**options, "resume_from_checkpoint": checkpoint})
+        return start(trainer, **{**options, "resume_from_checkpoint": checkpoint})
 
     Trainer.train = train_from_checkpoint
 

@@ -23,7 +23,9 @@ import numpy as np
 import paddle_reshard
 from tests.conftest import case_directory
 from tests.lab.job import FILES_OF_RANKS, FLEX, Job, Topology
-from tests.parity.lab import PARITY, REPO, Lab, check_all, run_trainer
+from tests.lab.laboratory import Laboratory
+from tests.parity.checks import check_all, run_trainer
+from tests.parity.lab import PARITY, REPO
 from tests.parity.run import TIMEOUT_SECONDS
 from tests.parity.tensors import read_ema_file, read_flex_ema
 
@@ -84,7 +86,7 @@ def main(wanted: list[str]) -> int:
     return check_all(wanted or RUNS, lambda lab, name: _check(lab, name, RUNS[name]))
 
 
-def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
+def _check(lab: Laboratory, name: str, run: Run) -> tuple[str, list[str]]:
     work = PARITY / "work" / f"ema-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -121,9 +123,10 @@ def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
     return f"averages of {run.first.topology.ranks} and {run.second.topology.ranks} ranks", found
 
 
-def _train(lab: Lab, name: str, work: Path, job: Job, steps: int, environment: dict[str, str]) -> None:
+def _train(lab: Laboratory, name: str, work: Path, job: Job, steps: int, environment: dict[str, str]) -> None:
     seen = work / "seen"
     seen.mkdir(parents=True)
+    # The companion process of the average is not one of the laboratory's.
     environment |= {"EMA_DECAY": str(DECAY), "EMA_SEEN": str(seen), "PYTHONPATH": str(REPO / "src")}
     model = json.loads((case_directory("single") / "case.json").read_bytes())["model"] or {}
     run_trainer(

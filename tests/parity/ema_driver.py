@@ -5,40 +5,33 @@
 """
 
 import os
-import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
+import train
+from paddleformers.trainer import Trainer
+
+HEAVY = ("pyarrow", "ray")
+
 
 def main() -> None:
-    script = Path(sys.argv[1])
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.parent)
-
-    import paddle
-
-    paddle.set_device("cpu")
-    import cpu_gloo_shim  # noqa: F401
-    from paddleformers.trainer import Trainer
-
-    train = Trainer.train
+    start = Trainer.train
 
     def train_with_averages(trainer, *_, **__):
-        resumed = os.environ.get("EMA_RESUME")
         trainer.add_callback(_our_callback(trainer, os.environ.get("EMA_FROM")))
-        return train(trainer, resume_from_checkpoint=resumed)
+        return start(trainer, resume_from_checkpoint=os.environ.get("EMA_RESUME"))
 
     Trainer.train = train_with_averages
-    runpy.run_path(str(script), run_name="__main__")
+    train.run(train.asked_of_command_line())
 
 
 def _our_callback(trainer, resumed):
-    import numpy as np
-
-    before = set(sys.modules)
+    for name in HEAVY:
+        sys.modules.pop(name, None)  # what the trainer's libraries have imported
     from paddle_reshard.pipeline.training.ema_callback import ema_callback, weights_of
 
-    if heavy := (set(sys.modules) - before) & {"pyarrow", "ray"}:
+    if heavy := sys.modules.keys() & HEAVY:
         raise ImportError(f"the average beside training has imported {heavy}")
 
     callback = ema_callback(trainer, decay=float(os.environ["EMA_DECAY"]), resume_from=resumed)

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests.families import families
-from tests.parity.lab import PARITY, REPO, Lab, LabError, check_all, say
+from tests.lab.laboratory import Laboratory
+from tests.parity.checks import check_all
+from tests.parity.lab import PARITY, REPO, LabError, say
 from tests.parity.run import Row, check
 
 RESULTS = PARITY / "families"
@@ -157,7 +159,7 @@ def main(wanted: list[str]) -> int:
     return check_all(names, lambda lab, name: _checked(lab, name, every[name]))
 
 
-def _checked(lab: Lab, name: str, row: Row) -> tuple[str, list[str]]:
+def _checked(lab: Laboratory, name: str, row: Row) -> tuple[str, list[str]]:
     """Check a row, and keep for the report what came of it."""
     compared, found = 0, ["the check did not end"]
     try:

@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.conftest import case_directory
 from tests.lab.job import Job, Topology
-from tests.parity.lab import PARITY, REPO, Lab, check_all, run_trainer
+from tests.lab.laboratory import Laboratory
+from tests.parity.checks import check_all, run_trainer
+from tests.parity.lab import PARITY
 from tests.parity.run import (
     ALL_AXES,
     CHECKPOINT,
@@ -52,7 +54,7 @@ def main(wanted: list[str]) -> int:
     return check_all(wanted or RUNS, lambda lab, name: _check(lab, name, RUNS[name]))
 
 
-def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
+def _check(lab: Laboratory, name: str, run: Run) -> tuple[str, list[str]]:
     source, work = case_directory(run.source), PARITY / "work" / f"live-{name}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -67,7 +69,7 @@ def _check(lab: Lab, name: str, run: Run) -> tuple[str, list[str]]:
         arguments=job.trainer_arguments() | {"load_checkpoint_format": "flex_checkpoint"},
         model=json.loads((source / "case.json").read_bytes())["model"] or {},
         timeout_seconds=TIMEOUT_SECONDS,
-        environment=run.environment | {"PYTHONPATH": str(REPO / "src")},
+        environment=run.environment,
     )
     truth = read_tensors(source / "truth.safetensors")
     wanted = {key: tensor for key, tensor in truth.items() if not key.endswith(EMA_STATES)}

@@ -6,9 +6,13 @@ is taken from it.
 """
 
 import sys
-from pathlib import Path
 
 import driver
+from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
+from paddleformers.trainer import Trainer
+from paddleformers.trainer.trainer_utils import init_optimizer
+
+HEAVY = ("pyarrow", "ray", "fsspec")
 
 
 class AnyState:
@@ -19,9 +23,8 @@ class AnyState:
 
 
 def load(trainer, path: str) -> None:
-    from paddleformers.trainer.trainer_utils import init_optimizer
-
-    before = set(sys.modules)
+    for name in HEAVY:
+        sys.modules.pop(name, None)  # what the trainer's libraries have imported
     import paddle_reshard
 
     model = trainer.model.sharded_state_dict()
@@ -31,26 +34,13 @@ def load(trainer, path: str) -> None:
     else:
         state_dict = {"model": model, "optimizer": trainer.optimizer.sharded_state_dict(model)}
     report = paddle_reshard.load_into(state_dict, path)
-    foreign = [name for name in ("pyarrow", "ray", "fsspec") if name in sys.modules.keys() - before]
+    foreign = [name for name in HEAVY if name in sys.modules]
     print(f"LIVE filled {report.tensors} tensors, imported {foreign}", flush=True)  # noqa: T201
     trainer._load_scheduler(path)
 
 
-def main() -> None:
-    script = Path(sys.argv[1])
-    sys.path.insert(0, str(script.parent))
-    import paddle
-
-    paddle.set_device("cpu")
-    import cpu_gloo_shim  # noqa: F401
-    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
-    from paddleformers.trainer import Trainer
-
+if __name__ == "__main__":
     Trainer._load_flex_checkpoint = load
     GroupShardedStage3.init_slice_param = lambda self: None
     GroupShardedStage3.align_param_to_buffer_and_clear_slice_param = lambda self: None
-    driver.main(names=False)  # the checkpoint is of another topology
-
-
-if __name__ == "__main__":
-    main()
+    driver.main()

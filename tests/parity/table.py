@@ -7,7 +7,6 @@ a ``result.json`` below ``.parity/table``; one that is there, of the same inputs
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +22,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from tests.lab.job import FILES_OF_RANKS, Job
-from tests.parity.lab import PARITY, Lab, LabError, alone, open_lab, run_trainer, say
-from tests.parity.measure import drift, largest_ulps
+from tests.lab.laboratory import Laboratory
+from tests.parity.checks import run_trainer
+from tests.parity.lab import PARITY, LabError, alone, say
 from tests.parity.run import TIMEOUT_SECONDS
 from tests.parity.table_report import is_exact, write_report
 from tests.parity.table_rows import (
-    DRIFT_ROWS,
     EXPERT_PARALLEL_ROWS,
     FLEX_ROWS,
     MODELS,
-    READ_BY_CONVERTER,
     ROWS,
     STRATEGIES,
-    UPSTREAM,
     Row,
     keeps_average,
 )
-from tests.parity.tensors import Tensor, read_tensors
+from tests.parity.tensors import Tensor, differences, read_tensors
 
 TABLE = PARITY / "table"
 DRIVER = Path(__file__).resolve().parent / "table_driver.py"
@@ -49,8 +45,7 @@ CHECKPOINT = "checkpoint-3"
 TRUTH = "truth.safetensors"
 # What the trainer reads; the rest of a conversion says when it was made.
 NOT_READ = ("manifest", "report", "ledger")
-OUR_ROWS = [*ROWS, *EXPERT_PARALLEL_ROWS, *FLEX_ROWS]
-ALL_ROWS = [*OUR_ROWS, *UPSTREAM]
+ALL_ROWS = [*ROWS, *EXPERT_PARALLEL_ROWS, *FLEX_ROWS]
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -58,7 +53,7 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 class Bench:
     """Where the runs are made, and whether those that failed are made once more."""
 
-    lab: Lab
+    lab: Laboratory
     root: Path
     again: bool = False
 
@@ -80,13 +75,12 @@ def main(arguments: list[str]) -> int:
     try:
         with alone(TABLE):
             if "--report" not in options:
-                bench = Bench(open_lab(), TABLE, "--again" in options)
-                wanted = [rows[name] for name in names] or OUR_ROWS
-                failed = sum(not follow(bench, row) for row in wanted)
-                if not names:
-                    _upstreams(bench)
+                wanted = [rows[name] for name in names] or ALL_ROWS
+                with Laboratory() as lab:
+                    bench = Bench(lab, TABLE, "--again" in options)
+                    failed = sum(not follow(bench, row) for row in wanted)
             if not names or "--report" in options:  # the document is of all rows, not of a few
-                write_report(Path(__file__).with_name("losses.md"), *collected())
+                write_report(Path(__file__).with_name("losses.md"), collected())
     except LabError as error:
         say(f"parity: {error}")
         return 2
@@ -102,66 +96,48 @@ def follow(bench: Bench, row: Row) -> bool:
     except LabError as error:
         found |= {"says": str(error)}
     # A strategy that the trainer does not even begin with says nothing about us.
-    judged = row.way.startswith("ours") and not found.get("says", "").startswith("base ")
+    judged = not found.get("says", "").startswith("base ")
     path = bench.root / "rows" / f"{slug(row.name)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
     good = is_exact(found)
     verdict = "exact " if good else "FAILED" if judged else "says  "
-    say(f"{verdict}  {row.name} ({time.monotonic() - started:.0f} s) {found.get('says', '')[:300]}")
+    words = found.get("says") or "; ".join(found["found"][:3])
+    say(f"{verdict}  {row.name} ({time.monotonic() - started:.0f} s) {words[:300]}")
     return good or not judged
 
 
-def _without_conversion(bench: Bench, row: Row) -> tuple[Path, Path, Path]:
-    """Train in the first strategy, go on in it, and go on in the second from the truth; return the three runs."""
+def _followed(bench: Bench, row: Row) -> dict[str, Any]:
     base = _base(bench, row.model, row.before)
     carrier = _base(bench, row.model, row.after) / "out" / CHECKPOINT
-    averages = keeps_average(row.before)
-    own = _going_on(bench, row.model, row.before, f"own/{row.before}", base / "out" / CHECKPOINT, averages)
-    name = f"truth/{row.before} to {row.after}" + (" ema" if row.ema else "")
-    return base, own, _going_on(bench, row.model, row.after, name, carrier, row.ema, base / "out" / TRUTH)
+    checkpoint, averages = base / "out" / CHECKPOINT, keeps_average(row.before)
+    own = _going_on(bench, row.model, row.before, f"own/{row.before}", checkpoint, averages)
+    name = f"{row.before} to {row.after}" + (" ema" if row.ema else "")
+    truth = base / "out" / TRUTH
+    true = _going_on(bench, row.model, row.after, f"truth/{name}", carrier, row.ema, truth)
+    source, convert_seconds = _converted(bench, row, checkpoint)
+    way = "ours to flex" if row.flex else "ours"
+    run = _going_on(bench, row.model, row.after, f"{way}/{name}", source, row.ema, flex=row.flex)
+    return _compared(base, own, true, run) | {"convert_seconds": convert_seconds}
 
 
-def _followed(bench: Bench, row: Row) -> dict[str, Any]:
-    base, own, true = _without_conversion(bench, row)
-    convert_seconds = None
-    if row.way in ("ours", "ours to flex"):
-        source, convert_seconds = _converted(bench, row, base / "out" / CHECKPOINT)
-    elif row.way == "flex":
-        base_of_flex = _base(bench, row.model, row.before, flex=True)
-        if _digest(base_of_flex / "out" / TRUTH) != _digest(base / "out" / TRUTH):
-            raise LabError("saving another format has changed the training: nothing to compare with")
-        source = base_of_flex / "out" / CHECKPOINT
-    else:
-        source = base / "out" / CHECKPOINT
-    flex = row.way in ("flex", "ours to flex")
-    name = f"{row.way}/{row.before} to {row.after}" + (" ema" if row.ema else "")
-    run = _going_on(bench, row.model, row.after, name, source, row.ema, flex=flex)
-    return _compared(row, base, own, true, run) | {"convert_seconds": convert_seconds}
-
-
-def _compared(row: Row, base: Path, own: Path, true: Path, run: Path) -> dict[str, Any]:
-    """Compare a run with the one that began with the truth (bits) and the one that never changed (drift)."""
+def _compared(base: Path, own: Path, true: Path, run: Path) -> dict[str, Any]:
+    """Compare a run, as it begins and as it ends, with the one that began with the truth."""
+    began = {path: read_tensors(path / "loaded" / TRUTH) for path in (true, run)}
     held = _with_tied(read_tensors(base / "out" / TRUTH))
-    loaded = read_tensors(run / "loaded" / TRUTH)
-    overwritten = read_tensors(true / "loaded" / TRUTH)
-    ends = {
-        name: read_tensors(path / "out" / TRUTH)
-        for name, path in (("own", own), ("true", true), ("run", run))
-    }
-    missing = sorted((loaded.keys() ^ overwritten.keys()) | (loaded.keys() - held.keys()))
-    missing += sorted(ends["run"].keys() ^ ends["true"].keys())
+    wanted = {key: tensor for key, tensor in held.items() if key in began[true]}
+    ended = {path: read_tensors(path / "out" / TRUTH) for path in (true, run)}
     told = {path: json.loads((path / "result.json").read_bytes()) for path in (base, own, true, run)}
+    found = [f"loaded: {difference}" for difference in differences(began[run], wanted)]
+    found += [f"overwritten: {difference}" for difference in differences(began[true], wanted)]
+    found += [f"after the last step: {difference}" for difference in differences(ended[run], ended[true])]
+    if told[run]["losses"] != told[true]["losses"]:
+        found.append(f"losses {told[run]['losses']}, not {told[true]['losses']}")
     return {
-        "missing": missing,
-        "tensors": len(ends["run"]),
-        "not_loaded": largest_ulps(loaded, held),
-        "not_overwritten": largest_ulps(overwritten, held),
-        "different": largest_ulps(ends["run"], ends["true"]) | dict.fromkeys(missing, -1),
-        "drift": drift(_with_tied(ends["own"]), ends["run"]),
+        "tensors": len(ended[run]),
+        "found": found,
         "loss_before": told[base]["losses"]["3"],
         "losses": told[run]["losses"],
-        "losses_of_truth": told[true]["losses"],
         "losses_of_own": told[own]["losses"],
         "resume_seconds": told[run]["seconds"],
         "versions": told[run]["versions"],
@@ -176,19 +152,18 @@ def _with_tied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _base(bench: Bench, model: str, strategy: str, flex: bool = False) -> Path:
+def _base(bench: Bench, model: str, strategy: str) -> Path:
     """Train three steps from the model's common initial weights; return the folder of the run."""
-    job = _job(strategy, keeps_average(strategy), flex)
+    job = _job(strategy, keeps_average(strategy), flex=False)
     options = ["--steps", "3"]
     initial = bench.root / slug(model) / "base" / "init.npz"
-    if strategy == "single" and not flex:
+    if strategy == "single":
         options += ["--dump_init", str(initial)]
     else:
         _base(bench, model, "single")
         options += ["--init", str(initial)]
-    name = f"{'base of flex' if flex else 'base'}/{strategy}"
-    run = _run(bench, model, job, name, options, {}, {})
-    if strategy == "single" and not flex:
+    run = _run(bench, model, job, f"base/{strategy}", options, {}, {})
+    if strategy == "single":
         _name_tied(initial)
     return run
 
@@ -302,11 +277,11 @@ def _come_to_its_end(run: Path, done: Mapping[str, Any]) -> Path:
 def _converted(bench: Bench, row: Row, source: Path) -> tuple[Path, float]:
     """Convert with the command line; return where to, and the seconds that it took, its start included."""
     job = STRATEGIES[row.after]
-    folder = bench.root / slug(row.model) / "converted" / slug(f"{row.way} {row.before} to {row.after}")
+    folder = bench.root / slug(row.model) / "converted" / slug(f"{row.name} converted")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [str(COMMAND), "convert", str(source), str(folder / CHECKPOINT), "--quiet"]
-    if row.way == "ours to flex":
+    if row.flex:
         command += ["--format", "flex"]
     else:
         command += ["--to", str(job.topology)]
@@ -324,86 +299,14 @@ def _converted(bench: Bench, row: Row, source: Path) -> tuple[Path, float]:
     return folder / CHECKPOINT, seconds
 
 
-def _upstreams(bench: Bench) -> None:
-    """Make the runs that need nothing of ours: more pairs for the drift, and upstream's own ways."""
-    for row in DRIFT_ROWS:
-        try:
-            _without_conversion(bench, row)
-        except LabError as error:
-            say(f"no pair for the drift: {error}")
-    _upstreams_converter(bench)
-    for row in UPSTREAM:
-        follow(bench, row)
-
-
-def _upstreams_converter(bench: Bench) -> None:
-    """Let PaddleNLP's CheckpointConverter read what every strategy has saved, and keep what it says."""
-    python = bench.lab.root / "venv-nlp" / "bin" / "python"
-    if not python.exists():
-        say(f"CheckpointConverter: there is no {python}")
-        return
-    path = bench.root / "converter.json"
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    for model, strategy in READ_BY_CONVERTER:
-        base = _base(bench, model, strategy)
-        for averages in (True, False) if keeps_average(strategy) else (False,):
-            checkpoint = base / "out" / CHECKPOINT
-            if not averages:
-                checkpoint = bench.root / "without averages" / slug(model) / slug(strategy) / CHECKPOINT
-                shutil.rmtree(checkpoint, ignore_errors=True)
-                shutil.copytree(base / "out" / CHECKPOINT, checkpoint, ignore=shutil.ignore_patterns("ema*"))
-            name = f"{model}: {strategy}" + (", with averages" if averages else "")
-            if found.get(name, {}).get("of") != _digest(checkpoint):
-                says = _converter_says(python, checkpoint, base / "out" / TRUTH)
-                found[name] = {"of": _digest(checkpoint), "says": says}
-                path.write_text(json.dumps(found, indent=1))
-            say(f"CheckpointConverter: {name}: {found[name]['says']}")
-
-
-def _converter_says(python: Path, checkpoint: Path, truth: Path) -> str:
-    ended = subprocess.run(
-        [str(python), str(Path(__file__).with_name("checkpoint_converter.py")), str(checkpoint), str(truth)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("PEER")]
-    return lines[-1] if lines else ended.stderr[-300:]
-
-
-def collected() -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]], dict[str, dict[str, str]]]:
-    """Everything that was found: rows, how far strategies drift apart, what CheckpointConverter says."""
+def collected() -> list[dict[str, Any]]:
+    """Everything that was found of the rows."""
     rows = []
     for row in ALL_ROWS:
         path = TABLE / "rows" / f"{slug(row.name)}.json"
         done = json.loads(path.read_bytes()) if path.exists() else {"name": row.name, "row": asdict(row)}
         rows.append(done)
-    pairs = {model: _pairs(model) for model in MODELS}
-    converter = TABLE / "converter.json"
-    return rows, pairs, json.loads(converter.read_bytes()) if converter.exists() else {}
-
-
-def _pairs(model: str) -> list[dict[str, Any]]:
-    """How far apart two jobs end that began with the same state in two strategies; no conversion is among them."""
-    folder = TABLE / slug(model)
-    starts: dict[str, list[Path]] = {"the initial weights": sorted((folder / "base").glob("*"))}
-    for own in sorted((folder / "own").glob("*")):
-        starts[own.name] = [own, *sorted((folder / "truth").glob(f"{own.name}-to-*"))]
-    found = []
-    for start, runs in starts.items():
-        ended = []
-        for run in runs:
-            done = json.loads((run / "result.json").read_bytes()) if (run / "result.json").exists() else {}
-            if "losses" in done and "says" not in done:
-                strategy = start if run.parent.name == "own" else run.name.split("-to-")[-1]
-                state = _with_tied(read_tensors(run / "out" / TRUTH))
-                ended.append((strategy.removesuffix("-ema"), done["losses"], state))
-        for (one, losses, state), (other, other_losses, other_state) in combinations(ended, 2):
-            apart = max(abs(losses[step] - other_losses[step]) for step in losses)
-            of_kinds = drift(state, other_state)
-            found.append({"start": start, "one": one, "other": other, "loss": apart, "kinds": of_kinds})
-    return found
+    return rows
 
 
 def _digest(path: Path) -> str:

@@ -8,51 +8,40 @@ last step the script gathers it as it always does.
 
 import json
 import os
-import runpy
-import sys
 import types
 from pathlib import Path
 
+import numpy as np
+import paddle
+import paddleformers
+import train
+import truth
 from driver import copy_to_host
+from paddle import distributed
+from paddleformers.trainer import Trainer, TrainerCallback
+from reader import load
 
 
 def main() -> None:
-    script = Path(sys.argv[1])
-    sys.argv = sys.argv[1:]
-    sys.path[:1] = [str(script.parent), str(script.parents[1])]
-
-    # The order in which the script imports them: the shim patches what the rest then uses.
-    import paddle
-
-    paddle.set_device("cpu")
-    import cpu_gloo_shim  # noqa: F401
-    import truth
-    from paddleformers.trainer import Trainer
-
     copy_to_host()
-    train = Trainer.train
+    start = Trainer.train
 
     def go_on(trainer, *_, **__):
-        trainer.add_callback(_witness(trainer, truth))
-        return train(trainer, resume_from_checkpoint=os.environ.get("TABLE_RESUME"))
+        trainer.add_callback(_witness(trainer))
+        return start(trainer, resume_from_checkpoint=os.environ.get("TABLE_RESUME"))
 
     Trainer.train = go_on
-    runpy.run_path(str(script), run_name="__main__")
+    train.run(train.asked_of_command_line())
 
 
-def _witness(trainer, truth):
-    import paddle
-    import paddleformers
-    from paddle import distributed
-    from paddleformers.trainer import TrainerCallback
-
+def _witness(trainer):
     told = {"losses": {}, "learning_rates": {}}
     told["versions"] = {"paddle": paddle.__version__, "paddleformers": paddleformers.__version__}
 
     class Witness(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
             if "TABLE_TRUTH" in os.environ:
-                told["overwritten"] = _overwrite(trainer, truth, args)
+                told["overwritten"] = _overwrite(trainer, args)
             if "TABLE_LOADED" in os.environ:
                 where = types.SimpleNamespace(out=os.environ["TABLE_LOADED"])
                 truth.gather(trainer, where, args)
@@ -73,16 +62,12 @@ class _Gathered(Exception):
     """What a rank would have written down: the places of its pieces."""
 
 
-def _overwrite(trainer, truth, args) -> int:
+def _overwrite(trainer, args) -> int:
     """Run the laboratory's gathering backwards: it says what lies where, and the truth is written there.
 
     Every tensor is made NaN first and must hold the wanted value in the end, so that nothing of what the
     trainer had loaded is left in any place that the gathering knows.
     """
-    import numpy as np
-    import paddle
-    from reader import load
-
     wanted = {key: one.astype("float32") for key, one in load(os.environ["TABLE_TRUTH"]).items()}
     live, look = {}, truth._np
 
@@ -112,7 +97,7 @@ def _overwrite(trainer, truth, args) -> int:
     written = []
     for piece in pieces:
         tensor, _ = live[id(piece["arr"])]
-        value = _value(np, truth, wanted, piece, coordinate, truth.tpdeg(args))
+        value = _value(wanted, piece, coordinate, truth.tpdeg(args))
         parameter = of_parameter[piece["struct"]]
         if (
             piece["kind"] == "param"
@@ -134,7 +119,7 @@ def _overwrite(trainer, truth, args) -> int:
     return len(written)
 
 
-def _value(np, truth, wanted, piece, coordinate, degree):
+def _value(wanted, piece, coordinate, degree):
     """Cut from a logical tensor what this rank holds of it: the reverse of the laboratory's ``merge``."""
     ending = "" if piece["kind"] == "param" else "." + piece["kind"]
     key = piece["struct"]

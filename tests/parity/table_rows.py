@@ -65,27 +65,23 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Train in ``before``, convert, go on in ``after``.
-
-    ``way``: ``ours``, or a way of upstream's that does the same: ``flex`` (its FlexCheckpoint, loaded in the
-    other strategy), ``sharding_io`` (its sharded files, resharded while loading).
-    """
+    """Train in ``before``, convert, go on in ``after``."""
 
     model: str
     before: str
     after: str
     ema: bool
-    way: str = "ours"
+    flex: bool = False
+    """Whether the conversion is a FlexCheckpoint."""
 
     @property
     def name(self) -> str:
         """How a row is called on the command line and in the report."""
-        way = {"ours": "", "sharding_io": " (sharding_io, average)" if self.ema else " (sharding_io)"}
-        return f"{self.model}: {self.before} -> {self.after}" + way.get(self.way, f" ({self.way})")
+        return f"{self.model}: {self.before} -> {self.after}{' (to flex)' * self.flex}"
 
 
-def _rows(model: str, *pairs: tuple[str, str], way: str = "ours") -> list[Row]:
-    return [Row(model, a, b, keeps_average(a) and keeps_average(b), way) for a, b in pairs]
+def _rows(model: str, *pairs: tuple[str, str], flex: bool = False) -> list[Row]:
+    return [Row(model, a, b, keeps_average(a) and keeps_average(b), flex) for a, b in pairs]
 
 
 HUB = "mp2 sharding2 v2"
@@ -138,11 +134,6 @@ FUSED = (
     ("pp2", "mp2 sharding2 v1"),
     ("mp2", "pp2"),
 )
-SHARDING = (
-    ("mp2 pp2 sharding2 v1", "mp2 pp2 sharding2 v2"),
-    ("pp2 sharding2 v1", "pp2 sharding4 v2"),
-    ("pp2 sharding4 v2", "pp2 sharding2 v1"),
-)
 EXPERT_PARALLEL = (
     ("ep2 sharding2 v2", "sharding2 v1"),
     ("sharding2 v2", "ep2 sharding2 v2"),
@@ -158,29 +149,10 @@ ROWS = (
 )
 EXPERT_PARALLEL_ROWS = tuple(_rows("qwen3_moe", *EXPERT_PARALLEL))
 FLEX_ROWS = (
-    *_rows("llama", *((before, HUB) for before in ("pp4 mp2", "sharding2 stage 3")), way="ours to flex"),
+    *_rows("llama", *((before, HUB) for before in ("pp4 mp2", "sharding2 stage 3")), flex=True),
     *_rows(
         "llama",
         *((HUB, after) for after in ("mp2 pp2 sharding2 v1", "pp2 sharding4 v2", "pp2", "auto-parallel dp2")),
-        way="ours to flex",
+        flex=True,
     ),
 )
-# More pairs for the drift: strategies that differ as those of rows do which no other row resembles.
-DRIFT_ROWS = (
-    *_rows(
-        "llama",
-        ("mp2 pp2 sharding2 v1", "sharding2 stage 3"),
-        ("pp2", "sharding2 stage 3"),
-        ("sharding2 stage 3", "dp2"),
-        ("mp4 pp2", "dp2"),
-    ),
-    *_rows("qwen3_moe", ("sharding2 v2", "pp2 sharding2 v2"), ("sharding2 v1", "mp2")),
-    *_rows("qwen3 fused, tied", ("sharding2 v2", "mp2"), ("pp2", "mp2 pp2"), ("mp2", "sharding2 v2")),
-)
-UPSTREAM = (
-    *_rows("llama", *((HUB, after) for after in AFTER), way="flex"),
-    *_rows("llama", *((before, HUB) for before in BEFORE), way="flex"),
-    *(Row("llama", before, after, ema, "sharding_io") for before, after in SHARDING for ema in (False, True)),
-)
-# Its harness asks for the same states of every parameter, which tied heads and routers do not have.
-READ_BY_CONVERTER = tuple(("llama", strategy) for strategy in (*BEFORE, HUB, "pp2"))

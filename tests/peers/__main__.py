@@ -1,8 +1,9 @@
 """Compare what converters bring to other topologies: ``make peers``, or ``make peers ARGS='dense/fc_single'``.
 
-Every case is a checkpoint of the corpus and what its job had in memory. A converter brings it to two other topologies;
-what a job of such a topology then holds is compared with that memory bit for bit, each kind of state by itself. Without
-names of cases all are run and docs/peers.md is written. Ends with 1 if ours is wrong or refuses anywhere.
+Every case is a checkpoint, of the corpus or of a drawn job, and what its job had in memory. A converter brings it to
+two other topologies; what a job of such a topology then holds is compared with that memory bit for bit, each kind of
+state by itself. Without names of cases all are run and docs/peers.md is written. Ends with 1 if ours is wrong or
+refuses anywhere.
 """
 
 import argparse
@@ -16,13 +17,12 @@ from dataclasses import asdict
 
 from tests.lab.job import Topology
 from tests.lab.laboratory import Laboratory
-from tests.parity.lab import LabError, alone, say
+from tests.parity.lab import LabError, alone, python_of, say
 from tests.parity.tensors import Tensor, differences
-from tests.peers.cases import CASES, Case, case_of
+from tests.peers.cases import CASES, FOLDER, Case, case_of
 from tests.peers.converters import OURS, Brought, Converter, Refused, converters_of
 from tests.peers.page import FOUND, KINDS, Outcome, found, write_page
 
-FOLDER = FOUND.parent
 SUFFIXES = {
     "master weights": re.compile(r"\.w_0$"),
     "moments": re.compile(r"\.(moment1_0|moment2_0)$"),
@@ -46,11 +46,12 @@ def main() -> int:
     outcomes = found() if given.go_on and FOUND.exists() else []
     try:
         with alone(FOLDER), Laboratory() as lab:
+            python_of("nlp")
             for name in wanted or CASES:
-                case = case_of(name)
-                for topology in CASES[name]:
-                    if any((one.case, one.topology) == (name, str(topology)) for one in outcomes):
-                        continue
+                done = {one.topology for one in outcomes if one.case == name}
+                left = [topology for topology in CASES[name] if str(topology) not in done]
+                case = case_of(name, lab) if left else None
+                for topology in left if case else ():
                     for converter, function in converters_of(case).items():
                         outcomes.append(_outcome(converter, function, case, topology, lab))
                         say(f"{name} -> {topology}: {converter}: {str(outcomes[-1])[:300]}")

@@ -17,12 +17,11 @@ from typing import Any
 from tests.lab.draws.files import memory_of
 from tests.lab.job import Job, Topology
 from tests.lab.laboratory import Laboratory
-from tests.parity.lab import open_lab
+from tests.parity.lab import python_of
 from tests.parity.tensors import Tensor, read_tensors
 from tests.peers.cases import Case
 
 HERE = Path(__file__).parent
-OF_NLP = HERE.parent / "parity" / "checkpoint_converter.py"
 SECONDS = 300
 OURS = "paddle-reshard"
 
@@ -75,7 +74,7 @@ def ours(case: Case, topology: Topology, lab: Laboratory, folder: Path) -> Broug
 def load_state_dict(case: Case, topology: Topology, _: Laboratory, folder: Path) -> Brought:
     """Plain Paddle fills tensors that as many processes have cut along their first axis; no model is built."""
     script, out = HERE / "load_state_dict.py", folder / "held.safetensors"
-    command = [open_lab().python, script, case.checkpoint, topology.ranks, out]
+    command = [python_of("pf"), script, case.checkpoint, topology.ranks, out]
     return _brought(_process(command), read_tensors(out))
 
 
@@ -83,20 +82,9 @@ def checkpoint_converter(case: Case, topology: Topology, _: Laboratory, folder: 
     """PaddleNLP's class fills the states of one card, in its own environment."""
     if topology.ranks > 1:
         raise Refused("not run: in the laboratory it runs in one process")
-    python, out = open_lab().root / "venv-nlp" / "bin" / "python", folder / "held.safetensors"
-    if not python.exists():
-        raise Refused("not run: the laboratory has no environment of PaddleNLP")
-    truth = case.folder / "truth.safetensors"
-    done = subprocess.run(
-        [python, OF_NLP, _copied(case, folder), truth, out], capture_output=True, text=True, timeout=SECONDS
-    )
-    told = next((line for line in done.stdout.splitlines() if line.startswith("PEER")), "")
-    if not out.exists():
-        words = told.partition(" source ")[2] or done.stderr.strip().splitlines()[-1]
-        raise Refused(words)
-    numbers = re.search(r" sec (\S+) .* MiB (\d+)", told)
-    assert numbers is not None, told
-    return Brought(read_tensors(out), float(numbers[1]), int(numbers[2]))
+    script, out = HERE / "checkpoint_converter.py", folder / "held.safetensors"
+    command = [python_of("nlp"), script, _copied(case, folder), case.folder / "truth.safetensors", out]
+    return _brought(_process(command), read_tensors(out))
 
 
 def converters_of(case: Case) -> dict[str, Converter]:

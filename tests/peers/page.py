@@ -8,8 +8,9 @@ from statistics import median
 
 from paddle_reshard import __version__
 from tests.conftest import REPO
+from tests.peers.cases import FOLDER
 
-FOUND = REPO / ".peers" / "outcomes.json"
+FOUND = FOLDER / "outcomes.json"
 PAGE = REPO / "docs" / "peers.md"
 PAIRS = REPO / "tests" / "peers" / "README.md"
 NOT_RUN = "not run"

@@ -3,11 +3,13 @@
 A request is a line of JSON: ``job``, as ``job.py`` describes it, the folder ``out``, and ``seconds``; with ``resume``
 the job loads that checkpoint, tells what it then holds and ends; with ``names`` it first compares parameters' names;
 ``init`` is a file of the values to begin with, and with ``dump`` a job ends when it has put its own there. The answer
-is a line with the trainer's refusal, or none.
+is a line with the trainer's refusal, or none. A request with ``script`` instead of a job names a script and its
+arguments, which every one of ``ranks`` runs with ``environment``.
 """
 
 import json
 import os
+import runpy
 import shutil
 import sys
 from collections.abc import Mapping
@@ -33,15 +35,15 @@ def main() -> int:
 
     for line in sys.stdin:
         request = json.loads(line)
-        job, out = job_of(request["job"]), Path(request["out"])
-        if job.family not in RECIPES:
+        out, job = Path(request["out"]), job_of(request["job"]) if "job" in request else None
+        if job and job.family not in RECIPES:
             models.get(job.family, SEQUENCE)  # its module is imported for all ranks
         for _ in range(2):
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             ends = fork_ranks(
-                job.topology.ranks,
-                lambda _, job=job, out=out, request=request: be_rank(job, out, request),
+                job.topology.ranks if job else request["ranks"],
+                lambda _, job=job, request=request: be_rank(job, request) if job else be_script(request),
                 out,
                 request["seconds"],
             )
@@ -70,7 +72,16 @@ def words_of(out: Path, ends: list[int]) -> str:
     return min(found, key=lambda words: "gloo" in words, default=f"exit statuses {ends}")
 
 
-def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
+def be_script(request: Mapping[str, Any]) -> None:
+    """Run a script as Python itself would."""
+    os.environ |= request["environment"]
+    os.chdir(request["out"])
+    sys.argv = request["script"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def be_rank(job: Job, request: Mapping[str, Any]) -> None:
     """Train and tell what is in memory, or load, tell, and leave."""
     import train
 
@@ -84,7 +95,7 @@ def be_rank(job: Job, out: Path, request: Mapping[str, Any]) -> None:
     further = 0 if of_recipe else job.model.get("num_nextn_predict_layers") or 0
     train.run(
         train.Asked(
-            out=str(out),
+            out=request["out"],
             args=args,
             model=dict(job.model),
             family=job.family,
