@@ -303,7 +303,7 @@ class Bench:
             f"{self.job.arguments} {start.cards.arguments} --output_dir {out} --max_steps {self.job.end} "
             f"--save_steps {SAVE} --gradient_accumulation_steps {GLOBAL_BATCH // start.cards.data_ranks}"
         )
-        with _mailbox() as box:
+        with tempfile.TemporaryDirectory(prefix="elastic_", dir="/dev/shm") as box:
             port = _free_ports(start.cards.ranks)
             environment = _shared_environment(port, box) | {
                 "RUN_NAME": name,
@@ -336,26 +336,12 @@ class Bench:
         return Done(name, start, since, _losses(losses), float(seconds.read_text()))
 
 
-@contextlib.contextmanager
-def _mailbox() -> Iterator[Path]:
-    """Make the folder through which the ranks pass point-to-point messages."""
-    memory = Path("/dev/shm")
-    box = tempfile.mkdtemp(prefix="parity_", dir=memory if memory.is_dir() else None)
-    try:
-        yield Path(box)
-    finally:
-        shutil.rmtree(box, ignore_errors=True)
-
-
-def _shared_environment(port: int, box: Path) -> dict[str, str]:
-    """What all ranks are told beside who they are, with ``port`` the first of those that are free."""
-    shared = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("PADDLE_", "PYTHONPATH", "PYTHONDONTWRITE"))
-    }
+def _shared_environment(port: int, box: str) -> dict[str, str]:
+    """What all ranks are told beside who they are: the folder of their messages, the first of the free ports."""
+    own = ("PADDLE_", "PYTHONPATH", "PYTHONDONTWRITE")
+    shared = {key: value for key, value in os.environ.items() if not key.startswith(own)}
     return shared | {
-        "SHIM_BOX": str(box),
+        "SHIM_BOX": box,
         "SHIM_STORE_PORT": str(port + STORE_OFFSET),
         "OMP_NUM_THREADS": "1",
         "GLOG_v": "0",

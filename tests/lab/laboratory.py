@@ -34,7 +34,7 @@ class Laboratory:
 
     def __exit__(self, *_: object) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)  # the ranks are of its session
-        self._process.wait()
+        self._process.communicate()  # closes its pipes
 
     def run(self, job: Job, out: Path, resume: Path | None = None, names: bool = True, **files: Path) -> str:
         """Run a job, or let it resume and stop; return the words with which the trainer refused it, or none.

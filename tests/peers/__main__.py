@@ -52,7 +52,7 @@ def main() -> int:
                 left = [topology for topology in CASES[name] if str(topology) not in done]
                 case = case_of(name, lab) if left else None
                 for topology in left if case else ():
-                    for converter, function in converters_of(case).items():
+                    for converter, function in converters_of(case, topology).items():
                         outcomes.append(_outcome(converter, function, case, topology, lab))
                         say(f"{name} -> {topology}: {converter}: {str(outcomes[-1])[:300]}")
                     shutil.rmtree(FOLDER / name / str(topology))

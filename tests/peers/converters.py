@@ -23,7 +23,7 @@ from tests.peers.cases import Case
 
 HERE = Path(__file__).parent
 SECONDS = 300
-OURS = "paddle-reshard"
+OURS, OF_NLP = "paddle-reshard", "PaddleNLP's `CheckpointConverter`"
 
 
 class Refused(Exception):
@@ -78,31 +78,24 @@ def load_state_dict(case: Case, topology: Topology, _: Laboratory, folder: Path)
     return _brought(_process(command), read_tensors(out))
 
 
-def checkpoint_converter(case: Case, topology: Topology, _: Laboratory, folder: Path) -> Brought:
+def checkpoint_converter(case: Case, _: Topology, __: Laboratory, folder: Path) -> Brought:
     """PaddleNLP's class fills the states of one card, in its own environment."""
-    if topology.ranks > 1:
-        raise Refused("not run: in the laboratory it runs in one process")
     script, out = HERE / "checkpoint_converter.py", folder / "held.safetensors"
     command = [python_of("nlp"), script, _copied(case, folder), case.folder / "truth.safetensors", out]
     return _brought(_process(command), read_tensors(out))
 
 
-def converters_of(case: Case) -> dict[str, Converter]:
-    """What can be asked to convert a case, by the name in the table."""
-    return {**OF_FORMAT[case.job.format], OURS: ours}
+def converters_of(case: Case, topology: Topology) -> dict[str, Converter]:
+    """What can be asked to bring a case to a topology, by the name in the table."""
+    more = {OF_NLP: checkpoint_converter} if "hybrid" in case.job.format and topology.ranks == 1 else {}
+    return {**OF_FORMAT[case.job.format], **more, OURS: ours}
 
 
 OF_FORMAT: Mapping[str, Mapping[str, Converter]] = {
     "flex": {"the trainer's loader": trainer, "`load_state_dict` of plain Paddle": load_state_dict},
     "unified": {"the trainer's loader": trainer},
-    "hybrid": {
-        "the trainer's `sharding_io`": trainer,
-        "PaddleNLP's `CheckpointConverter`": checkpoint_converter,
-    },
-    "hybrid-plain": {
-        "the trainer's loader": trainer,
-        "PaddleNLP's `CheckpointConverter`": checkpoint_converter,
-    },
+    "hybrid": {"the trainer's `sharding_io`": trainer},
+    "hybrid-plain": {"the trainer's loader": trainer},
 }
 
 

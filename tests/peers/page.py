@@ -13,7 +13,6 @@ from tests.peers.cases import FOLDER
 FOUND = FOLDER / "outcomes.json"
 PAGE = REPO / "docs" / "peers.md"
 PAIRS = REPO / "tests" / "peers" / "README.md"
-NOT_RUN = "not run"
 KINDS = ("parameters", "master weights", "moments", "beta powers", "EMA")
 
 
@@ -84,12 +83,10 @@ def lines_of_table(outcomes: list[Outcome]) -> Iterator[str]:
     yield "| --- | --- |" + " ---: |" * (len(KINDS) + 3)
     states = {(one.case, one.topology, kind) for one in outcomes for kind in one.wrong}
     for (name, converter), group in _groups(outcomes).items():
-        ran = [one for one in group if not one.refused.startswith(NOT_RUN)]
-        loaded = [one for one in ran if not one.refused]
-        skipped = f" ({len(group) - len(ran)} not run)" if len(ran) < len(group) else ""
-        cells = [f"{sum(one.equal for one in ran)} of {len(ran)}{skipped}"]
+        loaded = [one for one in group if not one.refused]
+        cells = [f"{sum(one.equal for one in group)} of {len(group)}"]
         for kind in KINDS:
-            having = [one for one in ran if (one.case, one.topology, kind) in states]
+            having = [one for one in group if (one.case, one.topology, kind) in states]
             equal = sum(not one.refused and not one.wrong[kind] for one in having)
             cells.append(f"{equal} of {len(having)}" if having else "–")
         cells.append(f"{median(one.seconds for one in loaded):.1f}" if loaded else "–")
@@ -112,7 +109,7 @@ def _wrong(outcomes: list[Outcome]) -> Iterator[str]:
 def _reason(one: Outcome) -> str:
     """One line: the words of a refusal, or how much of which states differs without a word."""
     if one.refused:
-        return one.refused if one.refused.startswith(NOT_RUN) else f"ends with `{_words(one.refused)}`"
+        return f"ends with `{_words(one.refused)}`"
     kinds = [kind for kind, lines in one.wrong.items() if lines]
     lines = [line for kind in kinds for line in one.wrong[kind]]
     lacking = sum(line.endswith(": not loaded") for line in lines)
@@ -141,7 +138,7 @@ def _all(outcomes: list[Outcome]) -> Iterator[str]:
 
 def _verdict(one: Outcome) -> str:
     if one.refused:
-        return "not run" if one.refused.startswith(NOT_RUN) else "fails"
+        return "fails"
     differing = [kind for kind, lines in one.wrong.items() if lines]
     return f"**other {', '.join(differing)}**" if differing else "equal"
 
