@@ -46,7 +46,6 @@ def drawn() -> Iterator[Draw]:
 
 DRAWN = {f"drawn/{one.number}": one for one in islice(drawn(), 6)}
 CASES: Mapping[str, tuple[Topology, Topology]] = {
-    **{name: (one.target.topology, one.third.topology) for name, one in DRAWN.items()},
     "moe/moe_fc_single": (TP2, SH2),
     "dense/fc_sh2_s1v2": (SH4, TP2),
     "dense/fc_mp2pp2": (ONE, SH2),
@@ -58,6 +57,7 @@ CASES: Mapping[str, tuple[Topology, Topology]] = {
     "dense/mp2": (ONE, PP2),
     "dense/sh2_s1v2": (ONE, SH4),
     "dense/sh2_s1v1_meta": (ONE, SH4),
+    **{name: (one.target.topology, one.third.topology) for name, one in DRAWN.items()},
 }
 
 
