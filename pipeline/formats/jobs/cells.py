@@ -382,7 +382,8 @@ class CellPlanner:
         Without ``model_meta.json``, and for LoRA, the first rank of the cell stores everything. Sharded saving omits
         bfloat16 parameters with a master weight. The owner stores the remaining trained parameters under v1; v2
         distributes them round robin. Tensors that are not trained go to rank 0 (PaddleNLP 3.0
-        ``sharding_io.py:73-106``; PaddleFormers 1.2 loses them by default).
+        ``sharding_io.py:73-106``; PaddleFormers 1.2 loses them by default). Experts over ep have a group of their own,
+        whose tensors come last (``merge_model_state``).
         """
         stored = [t for t in cell.tensors if not t.missing]
         if not self.shares_parameters:
@@ -392,7 +393,7 @@ class CellPlanner:
         for position, tensor in enumerate(listed):
             positions.setdefault(tensor.key, []).append(position)
         first_key = first_keys(cell.names)
-        for tensor in stored:
+        for tensor in sorted(stored, key=lambda t: self.target.expert_axis == "ep" and t.rule.of_expert_rank):
             if tensor.master and tensor.dtype.name == "bfloat16":
                 continue
             key = first_key[cell.names[tensor.key]]

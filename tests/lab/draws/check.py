@@ -241,6 +241,8 @@ def _convert(
 ) -> dict[str, Any]:
     """Convert, with what a refusal asks for and the job allows; return what had to be allowed."""
     allowed: dict[str, Any] = {}
+    if (source / "config.json").exists():  # of a conversion, which says its own topology
+        options = {name: value for name, value in options.items() if name != "config"}
     while True:
         try:
             paddle_reshard.convert(source, target, **{**options, **allowed})

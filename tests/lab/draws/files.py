@@ -15,6 +15,7 @@ from tests.parity.tensors import Tensor, read_metadata, read_tensors
 
 NAMES = "StructuredToParameterName@@"
 WORDS = "model.embed_tokens.weight"
+ENDINGS_OF_WORDS = ("embed_tokens.weight", "model.embed.words.weight")
 STATE = re.compile(r"\.(w_0|ema_w_0|ema|moment1_0|moment2_0|moment2_max_0|velocity_0|beta[12]_pow_acc_0)$")
 NOT_COMPARED = re.compile(
     r"(rng_state|saved_signal|training_args|trainer_state|paddle_reshard|config\.json|generation_config|scheduler"
@@ -67,9 +68,10 @@ def differences_from_memory(
     for key, tensor in memory.items():
         copies.setdefault(key.partition("@")[0], []).append(tensor.data)
     wrong = [f"{key}: not in the job's memory" for key in found.keys() - copies.keys()]
+    words = next((key for key in memory if key.endswith(ENDINGS_OF_WORDS)), "")
     for key, values in copies.items():
         # Of tied words a file of one card holds the states once.
-        of = key if key in found or not tied else of_words(key)
+        of = key if key in found or not tied else re.sub(r"^(lm_head|answer\.words)\.weight", words, key)
         state = "".join(STATE.findall(of)[:1])
         if state and of not in found:
             others = (f"{twin}.{state}" for twin in twins.get(of.removesuffix(f".{state}"), ()))
@@ -96,11 +98,6 @@ def _whole_tensors(checkpoint: Path) -> dict[str, bytes]:
 
 def _averaged(key: str) -> str:
     return f"{key.removesuffix('.w_0')}.ema_w_0" if key.endswith(".w_0") else f"{key}.ema"
-
-
-def of_words(key: str) -> str:
-    """The key of a head that is the word embedding, or of its state, as that of the words."""
-    return key.replace("lm_head.weight", WORDS).replace("answer.words.weight", "model.embed.words.weight")
 
 
 def _in_memory(key: str) -> str:
