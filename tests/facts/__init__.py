@@ -6,6 +6,9 @@ import lzma
 from pathlib import Path
 from typing import Any, NamedTuple
 
+BIASES = ({"use_bias": True}, {"attention_bias": True}, {"text_config": {"attention_bias": True}})
+"""What a user sets for biases of linear layers."""
+
 
 class Entry(NamedTuple):
     """One entry of a rank's state dict; ``shape`` is the rank's own, in elements."""
@@ -79,3 +82,14 @@ def builds() -> tuple[Build, ...]:
         )
 
     return tuple(read(one) for one in whole["builds"])
+
+
+def declared(family: str, *, biases: bool = False) -> list[str]:
+    """The AOA statements with which a class reads a Hugging Face checkpoint, those of biases of layers too if asked."""
+    switched = ({}, *BIASES) if biases else ({},)
+    statements = (
+        build.maps[0]
+        for build in builds()
+        if build.maps and (build.family, build.topology) == (family, "tp1") and build.config in switched
+    )
+    return list(dict.fromkeys(one for of_build in statements for one in of_build))

@@ -17,7 +17,7 @@ from paddle_reshard.pipeline.model.model import (
     predict_parameter_names,
 )
 from paddle_reshard.pipeline.model.rules.choose import choose_table
-from paddle_reshard.pipeline.model.rules.rule import expected_shape
+from paddle_reshard.pipeline.model.rules.rule import LORA, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from tests import facts
@@ -31,6 +31,7 @@ LISTED: dict[str, str] = {
     'qwen3_next {"shared_expert_intermediate_size": null}': "which is not there",
     'ernie4_5_moe {"num_nextn_predict_layers": 2}': "mtp_block.1.mlp.gate.weight: no row",
     'ernie4_5_moe {"num_nextn_predict_layers": 3}': "mtp_block.1.mlp.gate.weight: no row",
+    'qwen3_moe {"lora": {"r": 4}}': "LoRA of a routed expert is not supported",
     # The library leaves the entry out of config.json where it is true, and reads false where it is left out.
     'glm4v_moe {"tie_word_embeddings": true}': "tied to None",
 }
@@ -146,3 +147,31 @@ def test_a_table_says_what_its_class_builds(variant: str) -> None:
         assert any(LISTED[variant] in difference for difference in found), found[:5]
     else:
         assert not found, found[:5]
+
+
+WRAPPED = {
+    f"{build.family} {build.topology} {build.rank}": build
+    for variant, builds in variants().items()
+    for build in builds
+    if "lora" in build.config and variant not in LISTED
+}
+"""The builds with adapters."""
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_adapters_alone_are_trained_and_multiply_to_the_shape_of_their_weight(name: str) -> None:
+    build = WRAPPED[name]
+    table, config, rank = table_of(build), build.saved or {}, build.config["lora"]["r"]
+    held = {entry.key: entry for entry in build.entries or ()}
+
+    def whole(key: str) -> tuple[int, ...]:
+        cut = cut_of(table.find(key, config)[0], config, key, 2 if build.topology in TP else 1, None, 1)
+        return cut.global_shape(key, tuple(held[key].shape))
+
+    modules = {key.removesuffix(".lora_A") for key in held if key.endswith(".lora_A")}
+    assert {key for key, entry in held.items() if entry.trainable} == {
+        f"{module}.{matrix}" for module in modules for matrix in LORA
+    }
+    for module in modules:
+        shapes = [whole(f"{module}.{part}") for part in ("weight", *LORA)]
+        assert shapes == [shapes[0], (shapes[0][0], rank), (rank, shapes[0][1])], module

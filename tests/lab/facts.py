@@ -46,12 +46,19 @@ WITHOUT_BOTH = ("ernie4_5", "glm4_moe", "gpt_oss", "gemma3_text")
 """Not built with tp and stages: three refuse two stages, which pp2 tells; gemma3_text ends as stages share words."""
 TIED = {"tie_word_embeddings": True}
 """Built in every topology without stages; with them, stages that share a parameter need both ranks to get so far."""
+BIASES = {"text_config": {"attention_bias": True}}
+"""Of the language model of families of images; a switch like those of a config without sections."""
 HEADS = {
     "qwen2": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
     "qwen3": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
     "deepseek_v3": ("SequenceClassification",),
 }
 """Family → the heads of its classes with another than that for language models, or with none; none has a Pipe class."""
+LORA: dict[str, tuple[dict[str, Any], ...]] = {
+    **dict.fromkeys(("llama", "phi3", "gpt_oss", "qwen2_5_vl"), ({"r": 4},)),
+    "qwen3_moe": ({"r": 4}, {"r": 4, "target_modules": [".*self_attn.*_proj.*"]}),
+}
+"""Family → the LoRA configs to build, on one card and with tp; the modules are the library's choice, or those named."""
 LABELS: tuple[dict[str, Any], ...] = ({}, {"num_labels": 1}, {"num_labels": 3})
 RUN_DEPENDENT = ("tensor_parallel_rank", "moe_group", "pp_seg_method")
 """Entries that say where a rank is; no user sets them in a config."""
@@ -81,15 +88,26 @@ def arguments(options: Mapping[str, Any]) -> Any:
 
 
 def build(
-    family: str, model: Mapping[str, Any], args: Any, *, tied: bool, vpp: int = 1, head: str = ""
+    family: str,
+    model: Mapping[str, Any],
+    args: Any,
+    *,
+    tied: bool,
+    vpp: int = 1,
+    head: str = "",
+    lora: Mapping[str, Any] | None = None,
 ) -> Any:
     """Build one class as the laboratory's training scripts do, with names counted from zero."""
     import models
+    import patches
     from paddle.utils import unique_name
 
     with unique_name.guard():
         pipe = args.pipeline_model_parallel_size > 1
-        return models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe, head=head)[1:]
+        config, built = models.build(family, dict(model), args, SEQUENCE, tied, vpp, pipe, head=head)[1:]
+        if lora:
+            built = patches.with_adapters(built, args.tensor_model_parallel_size, "bfloat16", **lora).model
+        return config, built
 
 
 def rows(model: Any) -> list[list[Any]]:
@@ -235,6 +253,7 @@ def facts_of(family: str, topology: str, variants: list[dict[str, Any]] | None) 
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             return [*found, {"config": "unknown", "refused": words(error), "where": "reading the config"}]
         tried = [{name: value} for name, was in read.items() for value in other_values(was)]
+        tried += [BIASES] if "text_config" in base.get("saved", ()) else []
     else:
         tried = variants
     for change in tried:
@@ -246,7 +265,15 @@ def facts_of(family: str, topology: str, variants: list[dict[str, Any]] | None) 
         for labels in LABELS if "Classification" in head else LABELS[:1]:
             one = attempt(family, labels, args, tied=False, head=head)
             found.append({"config": {"head": head, **labels}, **one})
-    return found
+    return found + (of_adapters(family, args) if topology in ("tp1", "tp2") else [])
+
+
+def of_adapters(family: str, args: Any) -> list[dict[str, Any]]:
+    """Build the base wrapped in adapters."""
+    return [
+        {"config": {"lora": given}, **attempt(family, {}, args, tied=False, lora=given)}
+        for given in LORA.get(family, ())
+    ]
 
 
 def _of_model(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +283,8 @@ def _of_model(one: Mapping[str, Any]) -> dict[str, Any]:
 def switches(builds: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
     """List the variants that turned something on or off on one card, for the other topologies, and tied words."""
     found = [one["config"] for one in builds if one["family"] == family and "rows" in one]
-    return [*(c for c in found if c and c != TIED and set(map(type, c.values())) <= {bool, type(None)}), TIED]
+    switched = (c for c in found if c == BIASES or set(map(type, c.values())) <= {bool, type(None)})
+    return [*(c for c in switched if c and c != TIED), TIED]
 
 
 def case_of(job: Any) -> list[dict[str, Any]]:

@@ -94,6 +94,8 @@ TOWER_OF_OCR = {
     "num_channels": 3, "image_size": 16, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1,
     "hidden_act": "gelu_pytorch_tanh",  # the library's default is no activation of transformers
 }  # fmt: skip
+SECTIONS = ("text_config", "vision_config")
+"""Of the config of a model of images: of each, a job says what differs."""
 KEPT = ("use_unified_moe", "fd_fallback", "num_nextn_predict_layers")
 """Entries that the library's own defaults overwrite."""
 
@@ -174,12 +176,10 @@ def build(family, model, args, sequence, tied, vpp=1, pipe=False, dtype=None, he
     from paddleformers.transformers.configuration_utils import LlmMetaConfig
 
     entries, config_class, one_class, pipe_class = get(family, sequence)
-    entries |= {"tie_word_embeddings": tied or family == "gemma3_text", **model}
+    sections = {name: {**entries[name], **model.get(name, {})} for name in SECTIONS if name in entries}
+    entries |= {"tie_word_embeddings": tied or family == "gemma3_text", **model, **sections}
     if "text_config" in entries:
-        entries["text_config"] = {
-            **entries["text_config"],
-            "tie_word_embeddings": entries["tie_word_embeddings"],
-        }
+        entries["text_config"]["tie_word_embeddings"] = entries["tie_word_embeddings"]
     if head:
         # Without the first the class asks for one sample; the second is an argument of the library's workflow.
         entries |= {"pad_token_id": 0, "embedding_negatives_cross_device": False}

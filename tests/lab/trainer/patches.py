@@ -188,14 +188,13 @@ def know_matrices(model):
     object.__setattr__(model, "build_muon_param_info_map", build)
 
 
-def make_lora(model, asked, args, dtype):
-    """Adapters on the library's own choice of modules, with the same values in every topology."""
+def with_adapters(model, degree, dtype, **given):
+    """Adapters on the library's own choice of modules; ``degree`` is that of tp."""
     from paddleformers.cli.utils.llm_utils import get_lora_target_modules
     from paddleformers.peft import LoRAConfig, LoRAModel
 
-    given = {"target_modules": get_lora_target_modules(model), "r": 4, **json.loads(asked.lora)}
+    given = {"target_modules": get_lora_target_modules(model), "r": 4, **given}
     given.setdefault("lora_alpha", 2 * given["r"])
-    degree = args.tensor_model_parallel_size
     config = LoRAConfig(
         merge_weights=False,
         tensor_model_parallel_size=degree,
@@ -203,13 +202,20 @@ def make_lora(model, asked, args, dtype):
         base_model_name_or_path="base",
         **given,
     )
+    adapted = LoRAModel(model, config)
+    if hasattr(adapted, "_set_pipeline_name_mapping"):
+        adapted._set_pipeline_name_mapping()
+    return adapted
+
+
+def make_lora(model, asked, args, dtype):
+    """Adapters with the same values in every topology; on one card the base is saved, too."""
+    degree = args.tensor_model_parallel_size
     if dist.get_world_size() == 1:
         base = os.path.join(asked.out, "base")
         os.makedirs(base, exist_ok=True)
         model.save_pretrained(base, save_checkpoint_format=None, save_to_hf=False, safe_serialization=False)
-    adapted = LoRAModel(model, config)
-    if hasattr(adapted, "_set_pipeline_name_mapping"):
-        adapted._set_pipeline_name_mapping()
+    adapted = with_adapters(model, degree, dtype, **json.loads(asked.lora))
     with paddle.no_grad():
         for key, tensor in adapted.model.state_dict().items():
             if "lora_" not in key:
@@ -221,7 +227,9 @@ def make_lora(model, asked, args, dtype):
             # B is not zero, as it would be at birth: A would get no gradient in the first step.
             numbers = np.random.RandomState(zlib.crc32(key.encode()) & 0xFFFF).randn(*shape)
             value = numbers.astype("float32") * (0.1 if "lora_A" in key else 0.02)
-            if is_cut:
+            if is_cut and asked.init == "by key":
+                value = truth.cut_by_key(value, key, axis, model.config, args)
+            elif is_cut:  # as the corpus was made: adapters of fused tensors are others on other tp ranks
                 value = np.split(value, degree, axis=axis)[args.tensor_parallel_rank]
             paddle.assign(paddle.to_tensor(value).astype(tensor.dtype), tensor)
     return adapted

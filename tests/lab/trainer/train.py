@@ -232,8 +232,7 @@ def start(asked: Asked, config: Any, model: Any, args: Any) -> None:
 
 def start_by_key(family: str, config: Any, model: Any, args: Any) -> None:
     """Values that are a function of the key: the same in every topology."""
-    degree, rank = truth.tpdeg(args), args.tensor_parallel_rank
-    state = model.state_dict()
+    degree, state = truth.tpdeg(args), model.state_dict()
     words = next((key for key in state if key.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
     words = "model.embed.words.weight" if family == "own" else words
     with paddle.no_grad():
@@ -246,13 +245,7 @@ def start_by_key(family: str, config: Any, model: Any, args: Any) -> None:
             if truth.is_tp(key, tensor, args):
                 axis = truth.tp_axis(key, tensor)
                 shape[axis] *= degree
-                value = value_of(named, shape)
-                if family == "phi3" and "qkv_proj" in key:
-                    parts = np.split(value, qkv_places(config), axis=axis)
-                    parts = [np.split(part, degree, axis=axis)[rank] for part in parts]
-                    value = np.concatenate(parts, axis=axis)
-                else:
-                    value = truth.cut(value, key, axis, degree, rank)
+                value = truth.cut_by_key(value_of(named, shape), key, axis, config, args)
             else:
                 value = value_of(named, shape)
             paddle.assign(paddle.to_tensor(value).astype(tensor.dtype), tensor)
@@ -270,12 +263,6 @@ def value_of(key: str, shape: list[int]) -> Any:
     if key.endswith("A_log"):
         return (0.5 + 0.2 * numbers.rand(*shape)).astype("float32")
     return (0.05 * numbers.randn(*shape)).astype("float32")
-
-
-def qkv_places(config: Any) -> list[int]:
-    each = config.hidden_size // config.num_attention_heads
-    query, key = config.num_attention_heads * each, config.num_key_value_heads * each
-    return [query, query + key]
 
 
 def samples(asked: Asked, entries: dict[str, Any], pipe: bool) -> Any:

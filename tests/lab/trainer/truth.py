@@ -92,6 +92,17 @@ def cut(array, key, axis, degree, rank):
     return np.concatenate(parts, axis=axis)
 
 
+def cut_by_key(array, key, axis, config, args):
+    """What this tp rank has of a whole tensor, also of phi3's ``[q | k | v]``."""
+    degree, rank = tpdeg(args), args.tensor_parallel_rank
+    if config.model_type != "phi3" or "qkv_proj" not in key:
+        return cut(array, key, axis, degree, rank)
+    each = config.hidden_size // config.num_attention_heads
+    query, key_or_value = config.num_attention_heads * each, config.num_key_value_heads * each
+    parts = np.split(array, [query, query + key_or_value], axis=axis)
+    return np.concatenate([np.split(part, degree, axis=axis)[rank] for part in parts], axis=axis)
+
+
 def _joined(parts, key, axis):
     """The inverse of :func:`cut` over all ranks."""
     of_ranks = [cut_parts(part, key, axis) for part in parts]
