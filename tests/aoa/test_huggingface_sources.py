@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError, UsageError
-from tests import oracle
+from tests import facts, oracle
 from tests.aoa.arrays import paddle
 from tests.aoa.test_conversions import PROGRAMS
 from tests.conftest import GOLDEN, case_directory
@@ -22,7 +22,7 @@ from tests.sampling import exhaustive
 
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import make_replicated_sharded_weight  # isort: skip
 
-DECLARED = json.loads((GOLDEN / "declarations.json").read_text())
+OF_ERNIE = json.loads((GOLDEN / "ernie4_5_moe_vl.json").read_text())
 CASES = {
     "llama": "mp2sh2_s1v2_meta_mid", "llama_tied": "mp2_tied", "phi3": "families/phi3_single",
     "gpt_oss": "exports/gpt_oss", "qwen2": "families/qwen2_single", "qwen3": "families/qwen3_single",
@@ -61,8 +61,10 @@ def program(family: str, to: Path) -> Path:
     recorded = PROGRAMS / f"{family}.json"
     if recorded.exists():
         statements = json.loads(recorded.read_text())["forward"]["aoa_statements"]
+    elif family == "ernie4_5_moe_vl":
+        statements = OF_ERNIE["statements"]
     else:
-        statements = DECLARED[family]["statements"]
+        statements = facts.declared(family)
     if family == "glm4_moe":  # recorded with `attention_bias`, which the checkpoint does not have
         statements = [text for text in statements if "_proj.bias" not in text]
     to.write_text(json.dumps({"aoa_statements": statements}))
@@ -133,7 +135,7 @@ def elements_of(source: Path) -> int:
 
 @pytest.mark.parametrize("family", [*CASES, *map(exhaustive, LIKE_THESE)])
 def test_as_paddle_loads_the_files(family: str, tmp_path: Path) -> None:
-    case = CASES.get(family) or DECLARED[family]["case"]
+    case = CASES.get(family) or f"families/{family}_{'saved' if family == 'ernie4_5_moe_vl' else 'single'}"
     source, rules = exported(case, tmp_path / "source"), program(family, tmp_path / "rules.json")
     assert_as_paddle_loads(source, rules, tmp_path)
 
@@ -151,7 +153,7 @@ def test_as_paddle_loads_what_no_class_here_trains(family: str, variant: str, tm
 
 def test_heads_that_differ_in_width_are_not_fused(tmp_path: Path) -> None:
     """The map of qwen3_next fuses q, whose heads have gates, with k and v."""
-    source = exported(DECLARED["qwen3_next"]["case"], tmp_path / "source")
+    source = exported("families/qwen3_next_single", tmp_path / "source")
     with pytest.raises(PlanError, match=r"found \[32, 16, 16\] elements along axis 1.*concatenate"):
         paddle_reshard.plan(
             source, tmp_path / "made", format="flex", aoa=program("qwen3_next", tmp_path / "rules.json")

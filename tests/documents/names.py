@@ -112,7 +112,7 @@ def of_adapters(folder: Path) -> dict[str, Any]:
 
 def of_maps(folder: Path) -> dict[str, Any]:
     """The map that PaddleFormers' class declares."""
-    declared = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))["ernie4_5_moe_vl"]
+    declared = json.loads((GOLDEN / "ernie4_5_moe_vl.json").read_text("utf-8"))
     (folder / "map.json").write_text(json.dumps({"aoa_statements": declared["inverse"]}))
     return {}
 

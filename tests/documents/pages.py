@@ -82,7 +82,9 @@ PAGES: dict[str, Page] = {
     "docs/aoa.md": Page(
         holds={"checkpoint-1000": "dense/single", "checkpoint-300": "families/ernie4_5_moe_vl_saved:checkpoint-0"},
         saved={'{"aoa_statements"': "norm.json", "model.layers.$LAYER_ID": "fused.txt"},
-        not_run={"import json": "needs PaddleFormers; tests/golden/declarations.json has what it makes: map.json"},
+        not_run={
+            "import json": "needs PaddleFormers; tests/golden/ernie4_5_moe_vl.json has what it makes: map.json"
+        },
     ),
     "docs/architecture.md": Page(
         drawings="drawings; tests/unit/test_document_paths.py compares the layers with the import contract"

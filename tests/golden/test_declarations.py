@@ -1,8 +1,8 @@
 """Hugging Face forms of the rule tables are those that PaddleFormers' own loading maps declare.
 
-``declarations.json`` holds what ``_gen_aoa_config`` of every class returned (``tests/lab/declarations.py``). Statements
-about tensors without a row are of variants that the table does not support; a row without a statement is loaded as it
-lies, under its own key.
+``tests/facts`` hold what ``_gen_aoa_config`` of every class returned that was built; ``ernie4_5_moe_vl.json`` what one
+returns whose module imports libraries for CUDA (``tests/lab/fleet.py``). Statements about tensors without a row are of
+variants that the table does not support; a row without a statement is loaded as it lies, under its own key.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ import paddle_reshard
 from paddle_reshard.pipeline.model.rules.rule import Rule
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
+from tests import facts
 from tests.conftest import GOLDEN, case_directory
 
-DECLARED = json.loads((GOLDEN / "declarations.json").read_text("utf-8"))
+OF_ERNIE = json.loads((GOLDEN / "ernie4_5_moe_vl.json").read_text("utf-8"))
+DECLARED = {
+    **{family: facts.declared(family, biases=True) for family in sorted({b.family for b in facts.builds()})},
+    "ernie4_5_moe_vl": OF_ERNIE["statements"],
+}
 TABLES = {
     table.family: table
     for table in shipped_tables()
@@ -103,7 +108,7 @@ def differing(table: RuleTable, declared: dict[str, Form]) -> list[str]:
 
 @pytest.mark.parametrize("family", DECLARED)
 def test_forms_are_those_that_the_library_declares(family: str) -> None:
-    declared = forms(DECLARED[family]["statements"])
+    declared = forms(DECLARED[family])
     endings = tuple(ending.lstrip("*") for ending in OTHERWISE.get(family, ()))
     odd = differing(TABLES[family], declared)
     assert [key for key in odd if not key.endswith(endings or ("\n",))] == []
@@ -118,7 +123,7 @@ def test_every_table_is_compared() -> None:
 
 
 def test_a_form_that_is_not_declared_is_found() -> None:
-    declared = forms(DECLARED["glm_ocr"]["statements"])
+    declared = forms(DECLARED["glm_ocr"])
     key = "model.language_model.layers.{layer}.self_attn.q_proj.weight"
     declared[key] = declared[key]._replace(transposed=False)
     assert differing(TABLES["glm_ocr"], declared) == [key]
@@ -126,9 +131,8 @@ def test_a_form_that_is_not_declared_is_found() -> None:
 
 def test_the_map_of_a_class_exports_what_its_table_does(tmp_path: Path) -> None:
     """Both exports are the library's own, which it makes by the same statements."""
-    declared = DECLARED["ernie4_5_moe_vl"]
-    (tmp_path / "aoa.json").write_text(json.dumps({"aoa_statements": declared["inverse"]}))
-    case = case_directory(declared["case"])
+    (tmp_path / "aoa.json").write_text(json.dumps({"aoa_statements": OF_ERNIE["inverse"]}))
+    case = case_directory(OF_ERNIE["case"])
     real = entries(case / "hf-export/model-00001-of-00001.safetensors")
     assert len(real) == 126
     for name, options in {"map": {"aoa": tmp_path / "aoa.json"}, "table": {}}.items():

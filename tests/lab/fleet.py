@@ -13,20 +13,102 @@ A further family of ``only.json`` or ``vision.json`` needs its entry there, with
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from tests.lab.declarations import statements
+from tests.conftest import case_directory
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "fleet"
 DECLARED, ONLY, VISION = (GOLDEN / f"{name}.json" for name in ("declared", "only", "vision"))
 """Of families that train without PaddleFleet, too; of those that only it trains; and of those with a vision tower."""
+OF_ERNIE = GOLDEN.with_name("ernie4_5_moe_vl.json")
+
+# -------------------------------------------------------------------------------------------- what a class declares
+
+
+class Entries(dict[str, Any]):
+    """A section of a config. An entry that is not written has no value, as in the library's classes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self.get(name)
+        return Entries(value) if isinstance(value, dict) else value
+
+
+def attributes(tree: ast.Module, name: str) -> dict[str, Any]:
+    """Class attributes that are plain values, those of its bases in the same file included."""
+    (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    found: dict[str, Any] = {
+        "base_model_prefix": "",
+        "base_model_class": None,
+        "_checkpoint_conversion_mapping": {},
+        "_tied_weights_keys": None,
+    }
+    names = {n.name for n in tree.body if isinstance(n, ast.ClassDef)}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in names:
+            found |= attributes(tree, base.id)
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            try:
+                found[statement.targets[0].id] = ast.literal_eval(statement.value)
+            except ValueError:  # of the library
+                continue
+    return found
+
+
+def statements(
+    path: Path, of: str, model: str, config: dict[str, Any], method: str = "_gen_aoa_config"
+) -> list[str]:
+    """What a class method returns as statements; ``of`` is its class, and ``model`` the one that is asked."""
+    tree = ast.parse(path.read_text("utf-8"))
+    plain = attributes(tree, of) | attributes(tree, model)
+    (node,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == of)
+    node.bases, node.keywords = [], []
+    node.body = [n for n in node.body if isinstance(n, ast.FunctionDef) and is_plain(n)]
+    space = {"logger": Silent(), "math": math, "is_layer_window_attention": has_window, **helpers(path)}
+    flags = __future__.annotations.compiler_flag  # so that none is evaluated
+    exec(compile(ast.Module([node], []), str(path), "exec", flags), space)
+    cls = type(model, (space[of],), plain)
+    found: list[str] = getattr(cls, method)(Entries(config))["aoa_statements"]
+    return found
+
+
+def is_plain(method: ast.FunctionDef) -> bool:
+    """Whether a method needs nothing of the library to be defined."""
+    return {ast.unparse(decorator) for decorator in method.decorator_list} <= {"classmethod", "staticmethod"}
+
+
+def helpers(path: Path) -> dict[str, Any]:
+    """What the maps of newer classes are built with, which needs nothing but Python."""
+    source = next(p for p in path.parents if p.name == "transformers") / "aoa_config_base.py"
+    module = ModuleType(source.stem)
+    sys.modules[source.stem] = module  # dataclasses look their module up
+    exec(compile(source.read_text("utf-8"), str(source), "exec"), module.__dict__)
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+
+
+def has_window(window: Any, *_: Any) -> bool:
+    """PaddleFleet's ``is_layer_window_attention`` for configs that choose no layers."""
+    return window is not None
+
+
+class Silent:
+    """A logger."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
 
 # ------------------------------------------------------------------------------ families that train without it, too
 
@@ -235,10 +317,23 @@ def _modeling(source: Path, family: str) -> Path:
     return source / "paddleformers" / "transformers" / family / "modeling.py"
 
 
+# ------------------------------------------------------------------- PaddleFormers' own class that tests/facts lack
+
+
+def of_ernie(source: Path, known: dict[str, Any]) -> None:
+    """Renew both maps of the class of images that imports nothing without CUDA."""
+    name = "Ernie4_5_VLMoeForConditionalGeneration"
+    path = source / "paddleformers/transformers/ernie4_5_moe_vl/model/modeling_moe_vl.py"
+    [config] = case_directory(known["case"]).glob("*/config.json")
+    for key, method in {"statements": "_gen_aoa_config", "inverse": INVERSE}.items():
+        known[key] = statements(path, name, name, json.loads(config.read_text()), method)
+
+
 RENEWED: Mapping[Path, Callable[[Path, dict[str, Any]], None]] = {
     DECLARED: declared,
     ONLY: only,
     VISION: vision,
+    OF_ERNIE: of_ernie,
 }
 
 
