@@ -133,11 +133,9 @@ def _globals() -> list[Attack]:
         *found,
         Attack("a global put together from memoised text", together, "forbidden_global"),
         Attack("a global whose names are numbers", PROTO + b"K\x01K\x02\x93" + STOP, "forbidden_global"),
-        Attack(
-            "a global named by an array", PROTO + text("os") + array() + b"\x93" + STOP, "forbidden_global"
-        ),
+        Attack("a global named by an array", PROTO + text("os") + array() + b"\x93" + STOP, "forbidden_global"),
         Attack("discarding what was called", stack, "forbidden_opcode"),
-    ]
+    ]  # fmt: skip
 
 
 def _calls() -> list[Attack]:
@@ -255,20 +253,14 @@ def _sizes() -> list[Attack]:
         Attack("a billion laughs, lists", laughs(b"]", b"(", b"e"), "too_many_values"),
         Attack("a billion laughs, tuples", tuple_laughs(), "too_many_values"),
         Attack("a billion laughs, dicts", dict_laughs(), "too_many_values"),
-        Attack(
-            "one long list a thousand times",
-            PROTO + b"(]" + (b"(" + b"K\x01" * 1000 + b"e") * 70 + b"\x94](" + b"h\x00" * 1000 + b"et" + STOP,
-            "too_many_values",
-        ),
+        Attack("one long list a thousand times", PROTO + b"(]" + (b"(" + b"K\x01" * 1000 + b"e") * 70 + b"\x94]("
+            + b"h\x00" * 1000 + b"et" + STOP, "too_many_values"),
         Attack("lists 5,000 deep", PROTO + b"]" * deep + b"a" * (deep - 1) + STOP, "nesting_too_deep"),
         Attack("tuples 5,000 deep", PROTO + b")" + b"\x85" * deep + STOP, "nesting_too_deep"),
         Attack("dicts 5,000 deep", PROTO + b"}K\x01" * deep + b"N" + b"s" * deep + STOP, "nesting_too_deep"),
         Attack("a deep tuple as a dict key", PROTO + b"})" + b"\x85" * deep + b"Ns" + STOP, "bad_key"),
-        Attack(
-            "a deep tuple as call arguments",
-            PROTO + RECONSTRUCT + b")" + b"\x85" * deep + b"R" + STOP,
-            "forbidden_call",
-        ),
+        Attack("a deep tuple as call arguments", PROTO + RECONSTRUCT + b")" + b"\x85" * deep + b"R" + STOP,
+            "forbidden_call"),
         Attack("a deep tuple for a shape", file_of(text("w") + array(b")" + b"\x85" * deep)), "bad_array"),
         Attack("200 marks", PROTO + b"(" * 200 + b"N" + STOP, "stack_leftover"),
         Attack("a list in itself", PROTO + b"]\x94h\x00a" + STOP, "cyclic"),
@@ -277,7 +269,7 @@ def _sizes() -> list[Attack]:
         Attack("text of 64 KiB and one byte", PROTO + text("a" * 65537) + STOP, "value_too_long"),
         Attack("bytes of 64 KiB and one byte", PROTO + payload(b"a" * 65537) + STOP, "value_too_long"),
         Attack("a global with a long name", PROTO + b"c" + b"a" * 10**6 + b"\n\n" + STOP, "value_too_long"),
-    ]
+    ]  # fmt: skip
 
 
 def _keys() -> list[Attack]:
@@ -297,15 +289,9 @@ def _keys() -> list[Attack]:
     }
     return [
         Attack("one key twice in one batch", file_of(one, two), "duplicate_key"),
-        Attack(
-            "one key twice in two batches", PROTO + b"}(" + one + b"u(" + two + b"u" + STOP, "duplicate_key"
-        ),
+        Attack("one key twice in two batches", PROTO + b"}(" + one + b"u(" + two + b"u" + STOP, "duplicate_key"),
         Attack("one key twice, one by one", PROTO + b"}" + one + b"s" + two + b"s" + STOP, "duplicate_key"),
-        Attack(
-            "one key twice in an OrderedDict",
-            PROTO + ordered + b"(" + one + two + b"u" + STOP,
-            "duplicate_key",
-        ),
+        Attack("one key twice in an OrderedDict", PROTO + ordered + b"(" + one + two + b"u" + STOP, "duplicate_key"),
         Attack("one integer key twice", file_of(b"K\x01N", b"M\x01\x00N"), "duplicate_key"),
         *[Attack(f"{idea} as a key", file_of(key + b"N"), "bad_key") for idea, key in keys.items()],
         Attack("an array under an integer key", file_of(b"K\x01" + array()), "bad_key"),
@@ -313,7 +299,7 @@ def _keys() -> list[Attack]:
         Attack("items for a list", PROTO + b"](" + one + b"u" + STOP, "bad_target"),
         Attack("items for a tuple", PROTO + b")(K\x01e" + STOP, "bad_target"),
         Attack("items for a dict, appended", PROTO + b"}K\x01a" + STOP, "bad_target"),
-    ]
+    ]  # fmt: skip
 
 
 def _streams() -> list[Attack]:
@@ -352,15 +338,12 @@ def _streams() -> list[Attack]:
         Attack("text that is not UTF-8", PROTO + b"X\x02\x00\x00\x00\xff\xfe.", "bad_text"),
         Attack("half a surrogate pair", PROTO + text("\ud800") + b".", "bad_text"),
         Attack("a global that is not UTF-8", PROTO + b"c\xff\n\xff\n.", "bad_text"),
-        Attack(
-            "bytes that are not latin-1",
-            PROTO + named("_codecs", "encode") + text("\u20ac") + text("latin1") + b"\x86R.",
-            "bad_text",
-        ),
+        Attack("bytes that are not latin-1", PROTO + named("_codecs", "encode") + text("\u20ac") + text("latin1")
+            + b"\x86R.", "bad_text"),
         Attack("a payload stored as text", b"\x80\x02" + text_array + b".", "protocol_2_payload"),
         Attack("a payload stored as text in protocol 4", PROTO + text_array + b".", "protocol_2_payload"),
         Attack("a long payload stored as text", b"\x80\x02" + long_text + b".", "protocol_2_payload"),
-    ]
+    ]  # fmt: skip
 
 
 def _splits() -> list[Attack]:
@@ -465,21 +448,16 @@ def _protocol_5() -> list[Attack]:
     shared = bytearray8(b"\x00" * 8) + b"\x94"
     twice = buffered(shared) + text("v") + buffered(b"h\x00")
     return [
-        *[
-            Attack(idea, file_of(text("w") + data, protocol=PROTO_5), reason)
-            for idea, (data, reason) in arrays.items()
-        ],
+        *[Attack(idea, file_of(text("w") + data, protocol=PROTO_5), reason) for idea,
+            (data, reason) in arrays.items()],
         Attack("one payload of two arrays", file_of(text("w") + twice, protocol=PROTO_5), "shared_payload"),
-        Attack(
-            "a payload that is also a value",
-            file_of(text("w") + buffered(shared) + text("v") + b"h\x00", protocol=PROTO_5),
-            "bad_value",
-        ),
+        Attack("a payload that is also a value", file_of(text("w") + buffered(shared) + text("v") + b"h\x00",
+            protocol=PROTO_5), "bad_value"),
         Attack("a bytearray in protocol 4", file_of(text("w") + buffered()), "forbidden_opcode"),
         Attack("a bytearray for a key", file_of(bytearray8(b"w") + b"N", protocol=PROTO_5), "bad_key"),
         Attack("a bytearray for a global", PROTO_5 + bytearray8(b"os") * 2 + b"\x93.", "forbidden_global"),
         Attack("a file cut in a bytearray", PROTO_5 + b"}\x8c\x01w\x96\x08\x00", "truncated"),
-    ]
+    ]  # fmt: skip
 
 
 ATTACKS: list[Attack] = [
