@@ -12,7 +12,7 @@ sample=(
   tests/golden/test_small_files.py
   tests/hostile/test_modes.py
   tests/storage/test_stores.py::test_conversions_there_and_back_give_the_bytes_that_they_give_on_a_disk
-  tests/storage/test_conversions.py::test_objects_of_several_parts
+  tests/storage/test_targets.py::test_a_bucket_can_be_the_whole_location
   tests/storage/test_conversions.py::test_overwrite_leaves_nothing_of_the_old_checkpoint
 )
 ask='import platform, sys; print(platform.python_version(), sys.executable)'

@@ -15,14 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from paddle_reshard.storage.remote import retry
 from tests.storage.contents import ONE_CARD, SMALL, TARGET, convert_locally, fill_bucket
-from tests.storage.servers import HOST, Proxy, Store, running_proxy
-
-
-@pytest.fixture
-def bucket(store: Store) -> str:
-    name = f"test-{secrets.token_hex(6)}"
-    store.client.create_bucket(Bucket=name)
-    return name
+from tests.storage.servers import HOST, Store
 
 
 @pytest.fixture(scope="session")
@@ -44,12 +37,6 @@ def for_one_card(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def for_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The same for four ranks."""
     return convert_locally(SMALL, tmp_path_factory.mktemp("made") / "four", **TARGET)
-
-
-@pytest.fixture
-def proxy(store: Store) -> Iterator[Proxy]:
-    with running_proxy(store.url) as proxy:
-        yield proxy
 
 
 @pytest.fixture(autouse=True)

@@ -28,8 +28,9 @@ def convert_locally(source: Path, target: Path, **request: Any) -> dict[str, byt
 
 
 def in_folder(folder: Path) -> dict[str, bytes]:
-    """Name → bytes of every file of a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Path → bytes of every file below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def in_bucket(store: Store, bucket: str, prefix: str = "") -> dict[str, bytes]:

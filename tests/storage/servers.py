@@ -29,7 +29,7 @@ import botocore.session
 from botocore.loaders import create_loader
 
 HOST = "127.0.0.1"
-START_SECONDS = 30.0
+START_SECONDS = 300.0
 MOTO = """
 import sys
 from moto.server import main
@@ -243,6 +243,22 @@ def first(count: int, kind: str, wanted: Fault) -> Fault:
     return fault
 
 
+class Quiet(BaseHTTPRequestHandler):
+    """What answers requests, and writes nothing on a terminal."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def tell(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
 class _Server(ThreadingHTTPServer):
     proxy: Proxy
     upstream: str
@@ -253,13 +269,9 @@ class _Server(ThreadingHTTPServer):
         """A client that was killed is what some tests are about."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: _Server
-    protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return
 
     def pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -3,27 +3,12 @@
 import numpy as np
 import pytest
 
-from paddle_reshard.pipeline.core.heap import private_bytes
-from paddle_reshard.storage.aligned import LINE_BYTES, memory_for
+from paddle_reshard.storage.aligned import LINE_BYTES
 from paddle_reshard.tasks.workspace import Workspaces
 
 
 def _start(memory: object) -> int:
     return np.frombuffer(memory, dtype=np.uint8).ctypes.data  # type: ignore[call-overload, no-any-return]
-
-
-@pytest.mark.parametrize("offset", [0, 1, 31, 63, 64, 4095, 4096, 12345])
-def test_memory_for_a_range_of_a_file(offset: int) -> None:
-    memory = memory_for(100, offset)
-    assert (len(memory), memory.readonly, bytes(memory)) == (100, False, bytes(100))
-    assert (_start(memory) - offset) % LINE_BYTES == 0
-
-
-def test_it_counts_as_the_memory_of_this_process() -> None:
-    before = private_bytes()
-    memory = np.frombuffer(memory_for(64 << 20, 7), dtype=np.uint8)
-    memory.fill(1)
-    assert private_bytes() - before > 60 << 20
 
 
 @pytest.mark.parametrize("peak", [3000, 8 << 20], ids=["small", "a whole multiple"])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from click.testing import CliRunner
 
-import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
 from paddle_reshard.storage.locate import open_source
@@ -21,8 +20,8 @@ from paddle_reshard.storage.s3 import uploads as requests
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.uploads import PartCheck
 from paddle_reshard.storage.store import Read
-from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket
-from tests.storage.servers import HOST, Proxy, Store, first, serving
+from tests.storage.contents import SMALL, in_bucket
+from tests.storage.servers import HOST, Quiet, Store, serving
 
 CONTENT = random.Random(3).randbytes(1000)
 TAG = '"0123456789abcdef0123456789abcdef"'
@@ -51,12 +50,8 @@ class _Liar(ThreadingHTTPServer):
         self.asked.clear()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: _Liar
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return
 
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -68,12 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.alone:
             lying = self.server.left > 0 and self.server.wanted(self.path)
             self.server.left -= lying
-        status, headers, body = self.server.lie(told, low, high) if lying else told
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
+        self.tell(*(self.server.lie(told, low, high) if lying else told))
 
     do_GET = do_PUT = do_POST = do_DELETE = answer
 
@@ -159,37 +149,22 @@ WAYS = pytest.mark.parametrize(
 
 @WAYS
 @pytest.mark.parametrize("lie", WRONG.values(), ids=WRONG)
-def test_an_answer_that_is_not_what_was_asked_is_read_again(
+def test_an_answer_that_is_not_what_was_asked_is_read_again_and_never_believed(
     lie: Callable[[Told, int, int], Told], side_by_side: bool, knows: bool, liar: _Liar
 ) -> None:
     liar.tell(lie, 1, "here/file")
     _read(liar, side_by_side, knows)
     assert liar.left == 0
-
-
-@WAYS
-@pytest.mark.parametrize("lie", WRONG.values(), ids=WRONG)
-def test_a_store_that_goes_on_answering_something_else_is_not_believed(
-    lie: Callable[[Told, int, int], Told], side_by_side: bool, knows: bool, liar: _Liar
-) -> None:
     liar.tell(lie, 10_000, "here/file")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/here/file: ") as refused:
         _read(liar, side_by_side, knows)
     told = str(refused.value)
     if lie in (WRONG["no version"], WRONG["another version"]):
-        assert told == "s3://bucket/here/file: changed while it was read"
-        assert not refused.value.retryable
+        assert told.endswith("here/file: changed while it was read") and not refused.value.retryable
     else:
-        assert told.startswith("s3://bucket/here/file: ")
         assert told.endswith("; gave up after 4 attempts")
-
-
-def test_both_ranges_are_named(liar: _Liar) -> None:
-    liar.tell(_from_another_place, 100, "here/file")
-    with pytest.raises(
-        CheckpointError, match=r"the answer has 'bytes 8-47/1000', bytes 7-46/1000 were asked for"
-    ):
-        _read(liar, False, False)
+    if lie is _from_another_place and not side_by_side:
+        assert "the answer has 'bytes 8-47/1000', bytes 7-46/1000 were asked for" in told
 
 
 def test_a_version_is_asked_for_twice_and_counted_once_before_the_source_is_accused(liar: _Liar) -> None:
@@ -272,21 +247,14 @@ def _nameless(root: str) -> Callable[[Told, int, int], Told]:
 
 
 SAYING_NOTHING: dict[str, tuple[str, Callable[[Told, int, int], Told], Callable[[S3Folder], object]]] = {
-    "an upload": (
-        "?uploads",
-        _nameless("InitiateMultipartUploadResult"),
-        lambda f: f.create_upload("a"),
-    ),
+    "an upload": ("?uploads", _nameless("InitiateMultipartUploadResult"), lambda f: f.create_upload("a")),
     "an empty upload": ("?uploads", _empty, lambda f: f.create_upload("a")),
-    "a part": (
-        "partNumber",
-        _empty,
-        lambda f: requests.upload_part(f, "a", "u", 1, memoryview(b"part"), PartCheck.SIGNATURE),
-    ),
+    "a part": ("partNumber", _empty, lambda f: requests.upload_part(f, "a", "u", 1, memoryview(b"part"),
+        PartCheck.SIGNATURE)),
     "parts": ("uploadId", _nameless("ListPartsResult"), lambda f: requests.list_parts(f, "a", "u")),
     "a session": ("here/a", _empty, lambda f: f.put_if("a", b"content", None)),
     "a small file": ("here/a", _without("ETag"), lambda f: f.read_object("a")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("knows", [False, True])
@@ -311,16 +279,6 @@ def test_a_success_that_says_nothing_is_none(
 
 
 # --------------------------------------------------------------------------------------------- conversions
-
-
-def test_a_conversion_survives_one_answer_from_another_place(
-    proxy: Proxy, store: Store, bucket: str, small_source: str, for_one_card: dict[str, bytes]
-) -> None:
-    options = {**store.options, "endpoint_url": proxy.url}
-    proxy.fault = first(1, "elsewhere", lambda method, path: method == "GET" and path.endswith(".pdopt"))
-    paddle_reshard.convert(small_source, f"s3://{bucket}/c", storage_options=options, **ONE_CARD)
-    assert proxy.fault("GET", "a.pdopt") is None  # it was read
-    assert_same_checkpoint(in_bucket(store, bucket, "c/"), for_one_card)
 
 
 def test_the_next_step_names_the_place_that_was_written(store: Store, bucket: str) -> None:

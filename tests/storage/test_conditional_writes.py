@@ -2,16 +2,13 @@
 
 import hashlib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import ThreadingHTTPServer
 
 import pytest
 
 from paddle_reshard.pipeline.core.errors import TargetError
 from paddle_reshard.storage.s3.folder import S3Folder
-from tests.storage.servers import CHANGED, serving
-
-MISSING = b"<Error><Code>NoSuchKey</Code><Message>There is no such key.</Message></Error>"
+from tests.storage.servers import CHANGED, NO_SUCH_KEY, Quiet, serving
 
 
 class _Object(ThreadingHTTPServer):
@@ -40,23 +37,15 @@ class _Object(ThreadingHTTPServer):
         return match is None or (self.content is not None and match in known)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: _Object
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return
 
     def answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("ETag", f'"{self.server.tag}"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.tell(status, {"ETag": f'"{self.server.tag}"'}, body)
 
     def do_GET(self) -> None:
         content = self.server.content
-        self.answer(404, MISSING) if content is None else self.answer(200, content)
+        self.answer(404, NO_SUCH_KEY) if content is None else self.answer(200, content)
 
     def do_PUT(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"]))

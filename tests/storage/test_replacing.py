@@ -45,44 +45,29 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     }
 
 
-def _note(folder: Path) -> str:
-    (folder / "notes.txt").write_text("years of work")
-    return "notes.txt"
+def _put(path: Path, text: str = "years of work") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
-def _code(folder: Path) -> str:
-    (folder / "optimizer.py").write_text("def step(): ...")
-    return "optimizer.py"
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a checkpoint": (lambda folder: shutil.copytree(SMALL, folder / "finetuned"), "finetuned/"),
+    "a link": (
+        lambda folder: (folder / "scaler.pdparams").symlink_to(Path(__file__)),
+        r"scaler.pdparams \(a link\)",
+    ),
+    "in a folder of tensors": (
+        lambda folder: _put(folder / "model_state" / "diary.txt"),
+        "model_state/diary.txt",
+    ),
+}
 
 
-def _repository(folder: Path) -> str:
-    (folder / ".git").mkdir()
-    (folder / ".git" / "HEAD").write_text("ref: refs/heads/main")
-    return r"\.git/"
-
-
-def _finetuned(folder: Path) -> str:
-    shutil.copytree(SMALL, folder / "finetuned")
-    return "finetuned/"
-
-
-def _link(folder: Path) -> str:
-    (folder / "scaler.pdparams").symlink_to(Path(__file__))
-    return r"scaler.pdparams \(a link\)"
-
-
-def _inner(folder: Path) -> str:
-    (folder / "model_state").mkdir()
-    (folder / "model_state" / "diary.txt").write_text("dear diary")
-    return "model_state/diary.txt"
-
-
-FOREIGN = [_note, _code, _repository, _finetuned, _link, _inner]
-
-
-@pytest.mark.parametrize("put", FOREIGN)
-def test_a_folder_with_more_than_a_conversion_is_kept(put: Callable[[Path], str], target: Path) -> None:
-    named = put(target)
+@pytest.mark.parametrize(("put", "named"), FOREIGN.values(), ids=FOREIGN)
+def test_a_folder_with_more_than_a_conversion_is_kept(
+    put: Callable[[Path], object], named: str, target: Path
+) -> None:
+    put(target)
     before = tree(target.parent)
     for overwrite in (True, False):
         with pytest.raises(OccupiedError) as refused:
@@ -92,12 +77,6 @@ def test_a_folder_with_more_than_a_conversion_is_kept(put: Callable[[Path], str]
             str(refused.value),
         )
         assert tree(target.parent) == before
-
-
-def test_a_conversion_alone_is_replaced(target: Path) -> None:
-    paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
-    assert paddle_reshard.check(target).intact
-    assert list(target.parent.iterdir()) == [target]
 
 
 def test_a_trainer_that_saved_over_a_conversion_keeps_its_files(target: Path) -> None:
@@ -153,57 +132,62 @@ def test_the_checkpoint_of_a_trainer_is_never_replaced(
     assert tree(tmp_path) == before
 
 
-def _half(folder: Path) -> str:
-    (folder / "optimizer.tp01_pp01_shard01.pdopt").unlink()
-    return r"holds files of a checkpoint \(ema\.tp00_pp00_shard00\.pdopt and 22 more\), that paddle-reshard did not"
+RANK = "optimizer.tp01_pp01_shard01.pdopt"
 
 
-def _hostile(folder: Path) -> str:
-    for path in folder.iterdir():
-        path.write_bytes(b"\x80\x02" + b"(" * 1000)
-    return r"holds files of a checkpoint \(ema"
+def _replace(folder: Path, name: str, put: Callable[[Path], object]) -> None:
+    (folder / name).unlink()
+    put(folder / name)
 
 
-def _pipe(folder: Path) -> str:
-    (folder / "optimizer.tp01_pp01_shard01.pdopt").unlink()
-    os.mkfifo(folder / "optimizer.tp01_pp01_shard01.pdopt")
-    return r"there is optimizer\.tp01_pp01_shard01\.pdopt \(a special file\), config\.json, .* did not write; move"
-
-
-def _link_elsewhere(folder: Path) -> str:
-    (folder / "config.json").unlink()
-    (folder / "config.json").symlink_to(SMALL / "config.json")
-    return r"there is config\.json \(a link\), .* did not write; move that away"
-
-
-def _endless(folder: Path) -> str:
-    with open(folder / "trainer_state.json", "wb") as file:
-        file.truncate(1 << 40)
-    return r"holds files of a checkpoint \(ema"
-
-
-def _other_programs_manifest(folder: Path) -> str:
-    (folder / "paddle_reshard.json").write_text('{"format": "another"}')
-    return "holds a checkpoint of paddleformers, tp=2"
-
-
-def _no_checkpoint(folder: Path) -> str:
+def _no_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder)
     (folder / ".git").mkdir(parents=True)
-    (folder / "optimizer.py").write_text("def step(): ...")
-    return r"there is \.git/, optimizer\.py, which paddle-reshard did not write; move that away"
+    _put(folder / "optimizer.py")
 
 
-@pytest.mark.parametrize(
-    "put",
-    [_half, _hostile, _pipe, _link_elsewhere, _endless, _other_programs_manifest, _no_checkpoint],
-)
+THERE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half a checkpoint": (
+        lambda folder: (folder / RANK).unlink(),
+        r"holds files of a checkpoint \(ema\.tp00_pp00_shard00\.pdopt and 22 more\), that paddle-reshard did not",
+    ),
+    "hostile files": (
+        lambda folder: [path.write_bytes(b"\x80\x02" + b"(" * 1000) for path in folder.iterdir()],
+        r"holds files of a checkpoint \(ema",
+    ),
+    "a pipe": (
+        lambda folder: _replace(folder, RANK, os.mkfifo),
+        r"there is optimizer\.tp01_pp01_shard01\.pdopt \(a special file\), config\.json, .* did not write; move",
+    ),
+    "a link elsewhere": (
+        lambda folder: _replace(folder, "config.json", lambda path: path.symlink_to(SMALL / "config.json")),
+        r"there is config\.json \(a link\), .* did not write; move that away",
+    ),
+    "a huge file": (
+        lambda folder: [
+            (folder / "trainer_state.json").touch(),
+            os.truncate(folder / "trainer_state.json", 1 << 40),
+        ],
+        r"holds files of a checkpoint \(ema",
+    ),
+    "another program's manifest": (
+        lambda folder: _put(folder / "paddle_reshard.json", '{"format": "another"}'),
+        "holds a checkpoint of paddleformers, tp=2",
+    ),
+    "no checkpoint": (
+        _no_checkpoint,
+        r"there is \.git/, optimizer\.py, which paddle-reshard did not write; move that away",
+    ),
+}
+
+
+@pytest.mark.parametrize(("put", "told"), THERE.values(), ids=THERE)
 def test_whatever_lies_there_the_refusal_is_a_sentence(
-    put: Callable[[Path], str], made: Path, tmp_path: Path
+    put: Callable[[Path], object], told: str, made: Path, tmp_path: Path
 ) -> None:
     there = tmp_path / "there"
     shutil.copytree(SMALL, there, copy_function=shutil.copyfile)
-    told = put(there)
+    put(there)
     before = sorted(os.listdir(there))
     with pytest.raises(OccupiedError, match=told):
         paddle_reshard.convert(made, there, overwrite=True, **ONE_CARD)
@@ -234,7 +218,7 @@ def _at_publish(act: Callable[[], Any]) -> Callable[[Event], None]:
 def test_what_came_while_it_was_made_is_kept(target: Path) -> None:
     with pytest.raises(TargetError, match=r"there is also notes\.txt"):
         paddle_reshard.convert(
-            SMALL, target, to="pp=2", overwrite=True, observe=_at_publish(lambda: _note(target))
+            SMALL, target, to="pp=2", overwrite=True, observe=_at_publish(lambda: _put(target / "notes.txt"))
         )
     assert (target / "notes.txt").read_text() == "years of work"
     assert (target / "optimizer.pdopt").exists()
@@ -258,7 +242,7 @@ def _before_rename(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[],
 def test_what_came_after_the_last_look_brings_the_old_one_back(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _before_rename(monkeypatch, "t", lambda: _finetuned(target))
+    _before_rename(monkeypatch, "t", lambda: shutil.copytree(SMALL, target / "finetuned"))
     with pytest.raises(TargetError, match="is not replaced, because there is also finetuned/"):
         paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     assert (target / "finetuned" / "config.json").exists()
@@ -271,7 +255,7 @@ def test_what_came_into_the_old_one_aside_is_kept_and_named(
 ) -> None:
     """A process that has the folder open continues to write into it, whatever its name."""
     aside = target.parent / ".t.reshard" / "replaced"
-    _before_rename(monkeypatch, "files", lambda: _note(aside))
+    _before_rename(monkeypatch, "files", lambda: _put(aside / "notes.txt"))
     paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=True)
     assert paddle_reshard.check(target).intact
     kept = target.parent / "t.replaced"
@@ -285,7 +269,7 @@ def test_cleaning_never_removes_a_set_aside_checkpoint_whose_path_is_occupied(
 ) -> None:
     def theirs() -> None:
         target.mkdir()
-        _note(target)
+        _put(target / "notes.txt")
 
     _before_rename(monkeypatch, "files", theirs)
     with pytest.raises(TargetError, match="not empty"):
@@ -302,49 +286,27 @@ def test_cleaning_never_removes_a_set_aside_checkpoint_whose_path_is_occupied(
 # ------------------------------------------------------------------------------------------- staging folders
 
 
-def _files_of_theirs(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "thesis.tex").write_text("years of work")
-
-
-def _a_record_of_theirs(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "session.json").write_text('{"editor": "vi"}')
-
-
-def _a_lock_with_words(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "lock").write_text("the combination is 1234")
-
-
-def _files_without_a_record(folder: Path) -> None:
-    (folder / "files").mkdir(parents=True)
-    (folder / "ledger").write_text("1 2 3")
-
-
 def _a_link_elsewhere(folder: Path) -> None:
-    _files_of_theirs(folder.parent / "elsewhere")
+    _put(folder.parent / "elsewhere" / "thesis.tex")
     folder.symlink_to("elsewhere")
 
 
-def _a_file(folder: Path) -> None:
-    folder.parent.mkdir(parents=True)
-    folder.write_text("a file")
-
-
-@pytest.mark.parametrize(
-    "put",
-    [
-        _files_of_theirs,
-        _a_record_of_theirs,
-        _a_lock_with_words,
-        _files_without_a_record,
-        _a_link_elsewhere,
-        _a_file,
+STAGING: dict[str, Callable[[Path], object]] = {
+    "files of theirs": lambda folder: _put(folder / "thesis.tex"),
+    "a record of theirs": lambda folder: _put(folder / "session.json", '{"editor": "vi"}'),
+    "a lock with words": lambda folder: _put(folder / "lock", "the combination is 1234"),
+    "a ledger without a record": lambda folder: [
+        (folder / "files").mkdir(parents=True),
+        _put(folder / "ledger", "1"),
     ],
-)
+    "a link elsewhere": _a_link_elsewhere,
+    "a file": _put,
+}
+
+
+@pytest.mark.parametrize("put", STAGING.values(), ids=STAGING)
 def test_a_folder_that_only_has_the_name_of_a_staging_folder_is_kept(
-    put: Callable[[Path], None], tmp_path: Path
+    put: Callable[[Path], object], tmp_path: Path
 ) -> None:
     target = tmp_path / "beside" / "t"
     put(target.parent / ".t.reshard")

@@ -11,47 +11,18 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import TargetError, UsageError
 from paddle_reshard.storage.locate import open_folder
-from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.s3 import client
 from paddle_reshard.storage.s3 import uploads as requests
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Receipt
-from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket, uploads
+from tests.storage.contents import ONE_CARD, SMALL, assert_same_checkpoint, in_bucket
 from tests.storage.servers import Proxy, Store, first
-from tests.storage.test_stores import NAMES
 
 
 def folder_at(place: str, options: dict[str, Any]) -> S3Folder:
     folder = open_folder(f"s3://{place}", options, TargetError)
     assert isinstance(folder, S3Folder)
     return folder
-
-
-def test_files_of_any_name(store: Store, bucket: str) -> None:
-    folder = folder_at(f"{bucket}/a b/100%+", store.options)
-    for number, name in enumerate(NAMES):
-        folder.put(name, f"{number}".encode())
-        assert folder.read_object(name) == (f"{number}".encode(), folder.listing().files[name].version)
-        assert [folder.put_new(name, content) for content in (b"another", f"{number}".encode())] == [
-            False,
-            True,
-        ]
-        upload_id = folder.create_upload(f"{name} whole")
-        assert uploads(store, bucket) == [f"a b/100%+/{name} whole"]
-        assert requests.list_uploads(folder) == [(f"{name} whole", upload_id)]
-        taken = requests.upload_part(folder, f"{name} whole", upload_id, 1, memoryview(b"part"))
-        assert requests.list_parts(folder, f"{name} whole", upload_id) == {
-            1: requests.UploadedPart(4, taken.tag.strip('"'))
-        }
-        receipt = Receipt(name, 0, 4, taken.tag)
-        requests.complete_upload(folder, f"{name} whole", upload_id, [receipt])
-        assert requests.list_parts(folder, f"{name} whole", upload_id) is None
-    assert folder.listing().files.keys() == {*NAMES, *(f"{name} whole" for name in NAMES)}
-    assert in_bucket(store, bucket, "a b/100%+/").keys() == folder.listing().files.keys()
-    for name in NAMES:
-        folder.delete(name)
-        assert folder.read_object(name) is None
-    assert folder.listing().files.keys() == {f"{name} whole" for name in NAMES}
 
 
 def test_what_the_user_wants_of_every_upload_is_in_every_request(
@@ -107,26 +78,6 @@ def test_a_bucket_in_another_region(store: Store, bucket: str, proxy: Proxy) -> 
     assert in_bucket(store, bucket, "c/") == {"a": b"part"}
     regions = [headers["authorization"].split("/")[2] for headers in proxy.headers]
     assert regions[0] != "eu-west-1" and set(regions[1:]) == {"eu-west-1"}
-
-
-@pytest.mark.parametrize("kind", ["slow_down", "late", "reset", "lose"])
-def test_a_completion_that_fails_is_repeated_and_counted(
-    kind: str, store: Store, bucket: str, proxy: Proxy
-) -> None:
-    folder = folder_at(f"{bucket}/c", {**store.options, "endpoint_url": proxy.url})
-
-    def complete(name: str) -> None:
-        upload_id = folder.create_upload(name)
-        taken = requests.upload_part(folder, name, upload_id, 1, memoryview(b"part"))
-        receipt = Receipt(name, 0, 4, taken.tag)
-        folder.attempt(name, requests.complete_upload, folder, name, upload_id, [receipt])
-
-    complete("first")
-    proxy.fault = first(1, kind, lambda method, path: method == "POST" and "uploadId" in path)
-    before = sum(count_retries().values())
-    complete("second")
-    assert sum(count_retries().values()) - before == 1
-    assert in_bucket(store, bucket, "c/") == {"first": b"part", "second": b"part"}
 
 
 def test_only_public_names_of_the_libraries_are_used() -> None:

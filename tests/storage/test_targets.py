@@ -9,7 +9,7 @@ from paddle_reshard.pipeline.core.errors import TargetError, UnsupportedError
 from paddle_reshard.storage.locate import Access, open_source, open_target
 from tests.storage.contents import in_bucket, uploads
 from tests.storage.servers import Store
-from tests.storage.test_stores import CONTENTS, MANIFEST, PART, SAID, begin, write
+from tests.storage.test_stores import CONTENTS, LARGE, MANIFEST, PART, SAID, begin, write
 
 
 def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str) -> None:
@@ -17,7 +17,7 @@ def test_a_bucket_can_be_the_whole_location(store: Store, bucket: str) -> None:
         target.finish(write(begin(target)))
         target.publish(MANIFEST, SAID)
     assert in_bucket(store, bucket) == {**CONTENTS, MANIFEST: SAID}
-    large = store.client.head_object(Bucket=bucket, Key="model_state.pdparams")
+    large = store.client.head_object(Bucket=bucket, Key=LARGE)
     assert large["ETag"].endswith('-3"')  # of three parts
     assert open_source(f"s3://{bucket}/", store.options).read("config.json", 0, 2) == b"{}"
 
@@ -26,9 +26,9 @@ def test_parts_that_were_not_announced_are_refused(store: Store, bucket: str) ->
     with open_target(f"s3://{bucket}/c", Access(store.options)) as target:
         writer = begin(target)
         with pytest.raises(TargetError, match="no part starts at byte 1"):
-            writer.write_part("model_state.pdparams", 1, memoryview(b"1"))
+            writer.write_part(LARGE, 1, memoryview(b"1"))
         with pytest.raises(TargetError, match="has 7 bytes, not 8"):
-            writer.write_part("model_state.pdparams", 2 * PART, memoryview(b"12345678"))
+            writer.write_part(LARGE, 2 * PART, memoryview(b"12345678"))
     assert uploads(store, bucket) == []
 
 
