@@ -31,7 +31,7 @@ from tests.golden.test_flex import by_folder
 from tests.golden.test_flex_by_rank import RESUME, SHARDING_V1, TP_SHARDING
 from tests.jobs.command import run_here
 from tests.paddle_processes import run_ranks
-from tests.resume.test_request import SMALL, begin
+from tests.resume.conftest import SIZED, begin
 from tests.sampling import exhaustive
 
 ALL_AXES = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
@@ -137,12 +137,12 @@ def test_a_portion_that_was_interrupted_is_resumed(tmp_path: Path) -> None:
     options: Any = {"to": "tp=2,pp=2", "ranks": "2-3"}
     begin(ALL_AXES, tmp_path / "t", **options)
     with pytest.raises(ReshardError, match="started with --ranks 2-3"):
-        SMALL.convert(ALL_AXES, tmp_path / "t", resume=True, **(options | {"ranks": "0-1"}))
-    report = SMALL.convert(ALL_AXES, tmp_path / "t", resume=True)
+        SIZED.convert(ALL_AXES, tmp_path / "t", resume=True, **(options | {"ranks": "0-1"}))
+    report = SIZED.convert(ALL_AXES, tmp_path / "t", resume=True)
     assert report.moved.resumed_groups > 0
-    SMALL.convert(ALL_AXES, tmp_path / "whole", to="tp=2,pp=2")
+    SIZED.convert(ALL_AXES, tmp_path / "whole", to="tp=2,pp=2")
     assert files_in(tmp_path / "t").items() < files_in(tmp_path / "whole").items()
-    again = SMALL.convert(ALL_AXES, tmp_path / "t", resume=True, **options)
+    again = SIZED.convert(ALL_AXES, tmp_path / "t", resume=True, **options)
     assert again.moved.written_bytes == 0
 
 

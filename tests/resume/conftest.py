@@ -1,23 +1,49 @@
 """Conversions that are killed: a driver process, and a source that is quickly converted."""
 
 import json
-import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.events import Event, Progress
 from tests.conftest import COMMITTED, REPO
-from tests.storage.servers import Proxy, Store, running_proxy
+from tests.sized import in_groups
 
 SMALL = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
 LEFT_OUT = ("ema", "paddle_reshard", "scheduler", "training_args")
 GROUP_BYTES = 1_500_000
 """Cuts the conversion of the source into four groups."""
+
+
+SIZED = in_groups(GROUP_BYTES)
+
+
+class Stop(Exception):
+    """A failure that has nothing to do with the checkpoint."""
+
+
+def stopping(after: int = 2, error: BaseException | type[BaseException] = Stop) -> Callable[[Event], None]:
+    """An observer that fails when so many groups are done."""
+    left = after
+
+    def observe(event: Event) -> None:
+        nonlocal left
+        left -= isinstance(event, Progress) and event.done_bytes > 0
+        if left == 0:
+            raise error
+
+    return observe
+
+
+def begin(source: Path, target: Any, **options: Any) -> None:
+    """A conversion that stops after two groups."""
+    with pytest.raises(Stop):
+        SIZED.convert(source, target, observe=stopping(), **options)
 
 
 class Driver:
@@ -69,16 +95,3 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.name.startswith(LEFT_OUT):
             path.unlink()
     return folder
-
-
-@pytest.fixture
-def bucket(store: Store) -> str:
-    name = f"test-{secrets.token_hex(6)}"
-    store.client.create_bucket(Bucket=name)
-    return name
-
-
-@pytest.fixture
-def proxy(store: Store) -> Iterator[Proxy]:
-    with running_proxy(store.url) as proxy:
-        yield proxy

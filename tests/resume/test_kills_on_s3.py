@@ -1,5 +1,6 @@
 """Kills at the effects of a conversion to S3; each is resumed to the very same objects, and nothing else stays."""
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,40 @@ SOME_DIALECTS = ["ceph", *(exhaustive(name) for name in DIALECTS if name != "cep
 """Ceph says the most that is not S3's own answer; `make exhaustive` hears all of them."""
 
 
-def _kill_and_resume(
-    driver: Driver, store: Store, source: Path, place: str, wanted: dict[str, bytes], **order: Any
-) -> dict[str, bytes]:
-    """What was visible after the kill."""
-    bucket, prefix = place.split("/", 1)
-    request = {"storage_options": store.options, **order.pop("request", {})}
-    assert driver.convert(source, f"s3://{place}", request=request, **order) == KILLED
-    left = visible(in_bucket(store, bucket, f"{prefix}/"))
-    again = driver.convert(source, f"s3://{place}", request={**request, "resume": True})
-    assert "error" not in again
-    assert again["groups"] + again["resumed"] == again["planned"]
-    assert in_bucket(store, bucket, f"{prefix}/") == wanted
-    assert uploads(store, bucket) == []
-    return left
+@dataclass(frozen=True)
+class Target:
+    """A place in a bucket, to which conversions of a source are killed."""
+
+    driver: Driver
+    store: Store
+    bucket: str
+    source: Path
+    wanted: dict[str, bytes]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def convert(
+        self, of: str = "", nth: int | None = None, after: bool = False, **request: Any
+    ) -> dict[str, Any]:
+        """One run, killed at an effect if one is named."""
+        request["storage_options"] = {**self.store.options, **self.options}
+        order = {"of": of, "kill_at": nth, "after": after, "request": request}
+        return self.driver.convert(self.source, f"s3://{self.bucket}/t", **order)
+
+    def kill(self, of: str, nth: int, after: bool = False, **request: Any) -> dict[str, bytes]:
+        """What is visible then."""
+        assert self.convert(of, nth, after, **request) == KILLED
+        return visible(self.held())
+
+    def resume(self, **request: Any) -> None:
+        """It becomes what an undisturbed run makes, and nothing else stays."""
+        again = self.convert(resume=True, **request)
+        assert "error" not in again
+        assert again["groups"] + again["resumed"] == again["planned"]
+        assert self.held() == self.wanted
+        assert uploads(self.store, self.bucket) == []
+
+    def held(self) -> dict[str, bytes]:
+        return in_bucket(self.store, self.bucket, "t/")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +76,18 @@ def wanted(driver: Driver, store: Store, source: Path) -> dict[str, bytes]:
     store.client.create_bucket(Bucket="undisturbed")
     driver.convert(source, "s3://undisturbed/whole", request={"storage_options": store.options})
     return in_bucket(store, "undisturbed", "whole/")
+
+
+@pytest.fixture
+def target(driver: Driver, store: Store, bucket: str, source: Path, wanted: dict[str, bytes]) -> Target:
+    return Target(driver, store, bucket, source, wanted)
+
+
+@pytest.fixture(params=SOME_DIALECTS)
+def heard(request: pytest.FixtureRequest, target: Target, proxy: Proxy) -> Target:
+    """The same through a proxy that answers as another store does."""
+    proxy.dialect = DIALECTS[request.param]
+    return replace(target, options={"endpoint_url": proxy.url})
 
 
 @pytest.fixture(scope="module")
@@ -66,88 +99,35 @@ def old(driver: Driver, source: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize(("of", "nth", "after"), BOUNDARIES)
-def test_a_kill_at_an_effect_is_made_good(
-    of: str,
-    nth: int,
-    after: bool,
-    driver: Driver,
-    store: Store,
-    bucket: str,
-    source: Path,
-    wanted: dict[str, bytes],
-) -> None:
-    left = _kill_and_resume(driver, store, source, f"{bucket}/t", wanted, of=of, kill_at=nth, after=after)
-    assert left.items() <= wanted.items()
+def test_a_kill_at_an_effect_is_made_good(of: str, nth: int, after: bool, target: Target) -> None:
+    left = target.kill(of, nth, after)
+    target.resume()
+    assert left.items() <= target.wanted.items()
     if looks_finished(left):  # all else was there before the marker, and before the manifest
-        assert wanted.keys() - left.keys() <= {"paddle_reshard.json"}
+        assert target.wanted.keys() - left.keys() <= {"paddle_reshard.json"}
 
 
-@pytest.mark.parametrize("dialect", SOME_DIALECTS)
 @pytest.mark.parametrize(
-    ("of", "nth", "after"),
-    [
-        exhaustive("complete_multipart_upload", 2, True),
-        ("complete_multipart_upload saved_signal", 1, True),
-    ],
+    ("of", "nth"),
+    [exhaustive("complete_multipart_upload", 2), ("complete_multipart_upload saved_signal", 1)],
 )
-def test_whatever_a_store_says_of_a_completed_upload(
-    of: str,
-    nth: int,
-    after: bool,
-    dialect: str,
-    driver: Driver,
-    store: Store,
-    proxy: Proxy,
-    bucket: str,
-    source: Path,
-    wanted: dict[str, bytes],
-) -> None:
-    proxy.dialect = DIALECTS[dialect]
-    options = {**store.options, "endpoint_url": proxy.url}
-    request = {"storage_options": options}
-    order = {"of": of, "kill_at": nth, "after": after}
-    assert driver.convert(source, f"s3://{bucket}/t", request=request, **order) == KILLED
-    again = driver.convert(source, f"s3://{bucket}/t", request={**request, "resume": True})
-    assert "error" not in again
-    assert in_bucket(store, bucket, "t/") == wanted
+def test_whatever_a_store_says_of_a_completed_upload(of: str, nth: int, heard: Target) -> None:
+    heard.kill(of, nth, after=True)
+    heard.resume()
 
 
-@pytest.mark.parametrize("dialect", SOME_DIALECTS)
-def test_the_answer_to_a_completed_upload_is_lost(
-    dialect: str,
-    driver: Driver,
-    store: Store,
-    proxy: Proxy,
-    bucket: str,
-    source: Path,
-    wanted: dict[str, bytes],
-) -> None:
-    proxy.dialect = DIALECTS[dialect]
+def test_the_answer_to_a_completed_upload_is_lost(heard: Target, proxy: Proxy) -> None:
     proxy.fault = first(2, "lose", lambda method, path: method == "POST" and "uploadId=" in path)
-    request = {"storage_options": {**store.options, "endpoint_url": proxy.url}}
-    assert "error" not in driver.convert(source, f"s3://{bucket}/t", request=request)
-    assert in_bucket(store, bucket, "t/") == wanted
+    assert "error" not in heard.convert()
+    assert heard.held() == heard.wanted
 
 
-@pytest.mark.parametrize("dialect", SOME_DIALECTS)
-def test_uploads_that_a_rule_of_the_store_has_aborted(
-    dialect: str,
-    driver: Driver,
-    store: Store,
-    proxy: Proxy,
-    bucket: str,
-    source: Path,
-    wanted: dict[str, bytes],
-) -> None:
-    proxy.dialect = DIALECTS[dialect]
-    request = {"storage_options": {**store.options, "endpoint_url": proxy.url}}
-    order = {"of": "upload_part", "kill_at": 4, "after": True}
-    assert driver.convert(source, f"s3://{bucket}/t", request=request, **order) == KILLED
-    for upload in store.client.list_multipart_uploads(Bucket=bucket)["Uploads"]:
-        store.client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
-    again = driver.convert(source, f"s3://{bucket}/t", request={**request, "resume": True})
-    assert "error" not in again
-    assert in_bucket(store, bucket, "t/") == wanted
+def test_uploads_that_a_rule_of_the_store_has_aborted(heard: Target) -> None:
+    heard.kill("upload_part", 4, after=True)
+    client, bucket = heard.store.client, heard.bucket
+    for upload in client.list_multipart_uploads(Bucket=bucket)["Uploads"]:
+        client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    heard.resume()
 
 
 @pytest.mark.parametrize(
@@ -159,20 +139,11 @@ def test_uploads_that_a_rule_of_the_store_has_aborted(
     ],
 )
 def test_an_overwritten_checkpoint_never_looks_finished_again(
-    of: str,
-    nth: int,
-    marked: bool,
-    driver: Driver,
-    store: Store,
-    bucket: str,
-    source: Path,
-    old: Path,
-    wanted: dict[str, bytes],
+    of: str, nth: int, marked: bool, target: Target, old: Path
 ) -> None:
-    fill_bucket(store, bucket, "t/", old)
-    left = _kill_and_resume(
-        driver, store, source, f"{bucket}/t", wanted, of=of, kill_at=nth, request={"overwrite": True}
-    )
+    fill_bucket(target.store, target.bucket, "t/", old)
+    left = target.kill(of, nth, overwrite=True)
+    target.resume(overwrite=True)
     # Its own markers go before anything else changes, and nothing is marked before the new one is whole.
     assert bool(looks_finished(left)) == marked
     if marked:
@@ -192,28 +163,16 @@ def test_an_overwritten_checkpoint_never_looks_finished_again(
     ],
 )
 def test_clean_keeps_the_old_checkpoint_complete_or_refuses(
-    of: str,
-    nth: int,
-    begun: bool,
-    driver: Driver,
-    store: Store,
-    bucket: str,
-    source: Path,
-    old: Path,
-    wanted: dict[str, bytes],
+    of: str, nth: int, begun: bool, target: Target, old: Path
 ) -> None:
-    fill_bucket(store, bucket, "t/", old)
-    target, request = f"s3://{bucket}/t", {"overwrite": True, "storage_options": store.options}
-    assert driver.convert(source, target, of=of, kill_at=nth, request=request) == KILLED
+    fill_bucket(target.store, target.bucket, "t/", old)
+    before = target.kill(of, nth, overwrite=True)
+    place, options = f"s3://{target.bucket}/t", {"storage_options": target.store.options}
     if not begun:
-        paddle_reshard.clean(target, storage_options=store.options)
-        assert in_bucket(store, bucket, "t/") == in_folder(old)
+        paddle_reshard.clean(place, **options)
+        assert target.held() == in_folder(old)
         return
-    before = in_bucket(store, bucket, "t/")
     with pytest.raises(paddle_reshard.ReshardError, match="the same command with --resume publishes it"):
-        paddle_reshard.clean(target, storage_options=store.options)
-    left = in_bucket(store, bucket, "t/")
-    assert {name: left[name] for name in visible(left)} == {name: before[name] for name in visible(before)}
-    again = driver.convert(source, target, request={**request, "resume": True})
-    assert "error" not in again
-    assert in_bucket(store, bucket, "t/") == wanted
+        paddle_reshard.clean(place, **options)
+    assert visible(target.held()) == before
+    target.resume(overwrite=True)

@@ -16,49 +16,26 @@ import pytest
 from paddle_reshard.pipeline.cli.commands.conversion import convert as convert_command
 from paddle_reshard.pipeline.cli.options import decides
 from paddle_reshard.pipeline.core.errors import FinishedError, OccupiedError, StaleSessionError, UsageError
-from paddle_reshard.pipeline.core.events import Event, Progress
 from paddle_reshard.pipeline.request.options import CONVERSION_OPTIONS, Decides
 from paddle_reshard.pipeline.request.record import KEPT, LARGEST_KEPT_BYTES
+from tests.golden.fp8 import store_as_fp8
+from tests.golden.wide import write_wide
 from tests.jobs.command import run_here as run
-from tests.resume.conftest import GROUP_BYTES, Driver
+from tests.resume.conftest import GROUP_BYTES, SIZED, Driver, Stop, begin, stopping
 from tests.sized import in_groups
-from tests.storage.contents import in_bucket
+from tests.storage.contents import in_bucket, in_folder
 from tests.storage.servers import Store
 from tests.unit.test_output import checked
 
 SECRET = "hunter2-of-the-store"
-
-SMALL = in_groups(GROUP_BYTES)
-
-
-class Stop(Exception):
-    """A failure that has nothing to do with the checkpoint."""
-
-
-def begin(source: Path, target: Any, after: int = 2, **options: Any) -> None:
-    """A conversion that stops after a few groups."""
-    left = after
-
-    def observe(event: Event) -> None:
-        nonlocal left
-        left -= isinstance(event, Progress) and event.done_bytes > 0
-        if left == 0:
-            raise Stop
-
-    with pytest.raises(Stop):
-        SMALL.convert(source, target, observe=observe, **options)
 
 
 def session(target: Path) -> Path:
     return target.parent / f".{target.name}.reshard" / "session.json"
 
 
-def in_folder(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def undisturbed(source: Path, folder: Path, **options: Any) -> Any:
-    SMALL.convert(source, folder, **options)
+    SIZED.convert(source, folder, **options)
     return in_folder(folder)
 
 
@@ -87,7 +64,7 @@ def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: 
     begin(source, target, **options)
     for file in ("config.json", "layout.json"):
         (tmp_path / file).unlink()
-    report = SMALL.convert(source, target, resume=True)
+    report = SIZED.convert(source, target, resume=True)
     assert in_folder(target) == wanted
     moved = report.moved
     assert moved.resumed_groups > 0
@@ -97,9 +74,32 @@ def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: 
     assert reused.startswith(f"{moved.resumed_groups} of {report.plan.plan.groups} groups, ")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["from fp8", "like"])
+def test_what_is_dequantised_or_taken_from_a_donor_is_resumed(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    small, options = in_groups(100_000), {"to": "tp=2"}
+    if name == "like":
+        options = {"format": "huggingface", "like": tmp_path / "donor", "max_shard_size": "200KB"}
+        small.convert(source, options["like"], format="huggingface", max_shard_size="200KB")
+        (options["like"] / "tokenizer.json").write_text('{"version": "1.0"}')
+    else:
+        source = store_as_fp8(write_wide(tmp_path / "fp8"))
+    small.convert(source, tmp_path / "wanted", **options)
+    with pytest.raises(Stop):
+        small.convert(source, tmp_path / "t", **options, observe=stopping())
+    if name == "like":
+        with pytest.raises(StaleSessionError, match="started with --like, which must be given again"):
+            small.convert(source, tmp_path / "t", resume=True)
+    again = {"like": options["like"]} if name == "like" else {}
+    assert small.convert(source, tmp_path / "t", resume=True, **again).moved.resumed_groups > 0
+    assert in_folder(tmp_path / "t") == in_folder(tmp_path / "wanted")
+
+
 def test_what_changes_no_byte_may_differ(source: Path, tmp_path: Path) -> None:
     begin(source, tmp_path / "t", to="tp=1", memory="512MiB", check="full", workers=1)
-    report = SMALL.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
+    report = SIZED.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
     assert report.moved.resumed_groups > 0
     assert report.plan.plan.budget_bytes == 512 << 20  # --memory was left out: as it was begun
 
@@ -110,7 +110,7 @@ def test_memory_may_differ_as_long_as_the_plan_is_the_same(source: Path, tmp_pat
     smaller = in_groups(GROUP_BYTES // 2)  # what a smaller budget does to a checkpoint that is large
     with pytest.raises(StaleSessionError, match=told):
         smaller.convert(source, tmp_path / "t", resume=True, memory="256MiB")
-    report = SMALL.convert(source, tmp_path / "t", resume=True, memory="256MiB")
+    report = SIZED.convert(source, tmp_path / "t", resume=True, memory="256MiB")
     assert report.moved.resumed_groups > 0
 
 
@@ -118,12 +118,12 @@ def test_several_targets_resume_by_their_paths(source: Path, tmp_path: Path) -> 
     a, b = tmp_path / "a", tmp_path / "b"
     begin(source, {a: {"to": "tp=1"}, b: {"to": "tp=1", "format": "hybrid-plain"}})
     with pytest.raises(StaleSessionError, match="started with 2 targets, not 1"):
-        SMALL.convert(source, a, resume=True)
+        SIZED.convert(source, a, resume=True)
     with pytest.raises(StaleSessionError, match="give the targets in their original order"):
-        SMALL.convert(source, {b: {}, a: {}}, resume=True)
+        SIZED.convert(source, {b: {}, a: {}}, resume=True)
     with pytest.raises(StaleSessionError, match="started with --format hybrid-plain, which is not given"):
-        SMALL.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
-    report = SMALL.convert(source, {a: {}, b: {}}, resume=True)
+        SIZED.convert(source, {a: {"to": "tp=1"}, b: {"to": "tp=1"}}, resume=True)
+    report = SIZED.convert(source, {a: {}, b: {}}, resume=True)
     assert report.moved.resumed_groups > 0
     for place, form in ((a, "hybrid"), (b, "hybrid-plain")):
         made, wanted = in_folder(place), undisturbed(source, tmp_path / form, to="tp=1", format=form)
@@ -148,17 +148,17 @@ def test_a_killed_process_is_resumed(driver: Driver, source: Path, tmp_path: Pat
 
 def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     reach = {"storage_options": store.options}
-    SMALL.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
+    SIZED.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
     secret = {**store.options, "config_kwargs": {"user_agent_extra": SECRET}}
     begin(source, f"s3://{bucket}/t", format="flex", files=2, storage_options=secret)
     record = store.client.get_object(Bucket=bucket, Key="t/.paddle_reshard_session.json")["Body"].read()
     assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": 2}]
     assert SECRET not in record.decode()
-    report = SMALL.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+    report = SIZED.convert(source, f"s3://{bucket}/t", resume=True, **reach)
     assert report.moved.resumed_groups > 0
     assert in_bucket(store, bucket, "t") == in_bucket(store, bucket, "wanted")
     with pytest.raises(FinishedError, match="nothing to do"):
-        SMALL.convert(source, f"s3://{bucket}/t", resume=True, **reach)
+        SIZED.convert(source, f"s3://{bucket}/t", resume=True, **reach)
 
 
 # ---------------------------------------------------------------------------------------------- is refused
@@ -180,8 +180,8 @@ def test_a_contradiction_is_refused_naming_both(
 ) -> None:
     begin(source, tmp_path / "t", **begun)
     with pytest.raises(StaleSessionError, match=told):
-        SMALL.convert(source, tmp_path / "t", resume=True, **asked)
-    SMALL.convert(source, tmp_path / "t", resume=True, **begun)
+        SIZED.convert(source, tmp_path / "t", resume=True, **asked)
+    SIZED.convert(source, tmp_path / "t", resume=True, **begun)
 
 
 def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tmp_path: Path) -> None:
@@ -190,17 +190,17 @@ def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tm
     config.write_text(json.dumps(values) + " " * LARGEST_KEPT_BYTES)
     begin(source, tmp_path / "t", to="tp=1", config=config)
     with pytest.raises(UsageError, match="too large to be kept; give it again: --config FILE"):
-        SMALL.convert(source, tmp_path / "t", resume=True)
+        SIZED.convert(source, tmp_path / "t", resume=True)
     with pytest.raises(
         StaleSessionError, match=r"--config config\.json \(SHA-256 \w+…\): .*started with --config"
     ):
-        SMALL.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
-    SMALL.convert(source, tmp_path / "t", resume=True, config=config)
+        SIZED.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
+    SIZED.convert(source, tmp_path / "t", resume=True, config=config)
 
 
 def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to resume here"):
-        SMALL.convert(source, tmp_path / "t", resume=True)
+        SIZED.convert(source, tmp_path / "t", resume=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,7 +213,7 @@ def test_the_checkpoint_of_a_trainer_is_nothing_to_resume(
     with pytest.raises(
         OccupiedError, match=r"holds a checkpoint of paddleformers.*are SRC and DST exchanged"
     ):
-        SMALL.convert(source, target, resume=True, **options)
+        SIZED.convert(source, target, resume=True, **options)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -228,8 +228,8 @@ def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: P
     with pytest.raises(
         UsageError, match=r"options of the unfinished conversion here are not on record; give them again"
     ):
-        SMALL.convert(source, target, resume=True)
-    report = SMALL.convert(source, target, resume=True, to="tp=1", memory="512MiB")
+        SIZED.convert(source, target, resume=True)
+    report = SIZED.convert(source, target, resume=True, to="tp=1", memory="512MiB")
     assert report.moved.resumed_groups > 0
 
 
@@ -253,7 +253,7 @@ def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp
     record["identity"]["request"] = request_
     session(target).write_text(json.dumps(record))
     with pytest.raises(StaleSessionError, match="holds no valid options"):
-        SMALL.convert(source, target, resume=True)
+        SIZED.convert(source, target, resume=True)
 
 
 # ----------------------------------------------------------------------------------------- what is finished
@@ -261,13 +261,13 @@ def test_a_record_that_says_nonsense_is_refused(request_: Any, source: Path, tmp
 
 def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "t"
-    SMALL.convert(source, target, to="tp=1")
+    SIZED.convert(source, target, to="tp=1")
     for verify in (False, True):
         with pytest.raises(FinishedError, match=f"^{target}: already finished, and matches its manifest"):
-            SMALL.convert(source, target, resume=True, verify=verify)
+            SIZED.convert(source, target, resume=True, verify=verify)
     for options in ({"drop": ["ema"]}, {"vocab_pad": 512}, {"fill": source}):
         with pytest.raises(UsageError, match=r"nothing to resume here that --.* could belong to"):
-            SMALL.convert(source, target, resume=True, **options)
+            SIZED.convert(source, target, resume=True, **options)
     path = source / "trainer_state.bin"
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
@@ -275,12 +275,12 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
         with pytest.raises(
             Exception, match=r"already finished, but made from a different source: trainer_state\.bin"
         ):
-            SMALL.convert(source, target, resume=True)
+            SIZED.convert(source, target, resume=True)
     finally:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.truncate(target / "optimizer.pdopt", 5)
     with pytest.raises(Exception, match=r"finished, but damaged: optimizer\.pdopt"):
-        SMALL.convert(source, target, resume=True)
+        SIZED.convert(source, target, resume=True)
 
 
 # ------------------------------------------------------------------------------------------ the command line
