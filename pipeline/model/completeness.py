@@ -6,11 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError, RuleError
 from paddle_reshard.pipeline.core.tensors import MTP, dtype_named
-from paddle_reshard.pipeline.model.model import Model, ModelTensor, model_order
+from paddle_reshard.pipeline.model.model import Model, ModelTensor, model_order, spelled_experts
 from paddle_reshard.pipeline.model.rules.entries import config_entry, count_entry, derived_sizes
 from paddle_reshard.pipeline.model.rules.items import LAYERS, Item, mtp_entry
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
@@ -81,13 +82,14 @@ def _is_required(rule: Rule, config: Mapping[str, Any]) -> bool:
         return False
 
 
-def _names_of_layers(tensors: Iterable[ModelTensor]) -> dict[tuple[str, int], set[str]]:
+def _names_of_layers(tensors: Sequence[ModelTensor]) -> dict[tuple[str, int], set[str]]:
     layers: dict[tuple[str, int], set[str]] = {}
+    experts = spelled_experts(tensors)
+    name = cache(lambda row, expert: row.format(layer="{layer}", expert=expert))
     for tensor in tensors:
         if tensor.layer is not None:
-            expert = tensor.rule.numbers(tensor.key).get("expert")
-            name = tensor.rule.key.format(layer="{layer}", expert=expert)
-            layers.setdefault((tensor.rule.item, tensor.layer), set()).add(name)
+            held = layers.setdefault((tensor.rule.item, tensor.layer), set())
+            held.add(name(tensor.rule.key, experts.get(tensor.key)))
     return layers
 
 
@@ -171,9 +173,7 @@ def _experts(model: Model) -> Sequence[int]:
     """The numbers of the routed experts of a layer: those of the config, or else of any layer."""
     entry = model.table.experts
     count = derived_sizes(model.config).get(entry) if entry is not None else None
-    held = {
-        int(tensor.rule.numbers(tensor.key)["expert"]) for tensor in model.tensors if tensor.rule.of_expert
-    }
+    held = set(model.experts.values())
     if count is None:
         return sorted(held)
     if count - len(held) > MAX_LACKING:

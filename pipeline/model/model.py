@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
@@ -41,6 +41,14 @@ def expert_of(key: str) -> int | None:
     """
     match = EXPERT_NUMBER.search(key)
     return None if match is None else int(match[0])
+
+
+def spelled_experts(tensors: Iterable[ModelTensor]) -> dict[str, str]:
+    """Key of each tensor of a single routed expert → the number of the expert, as the key spells it."""
+    rules = {tensor.key: tensor.rule for tensor in tensors if tensor.rule.of_expert}
+    if all(rule.numbers_experts for rule in {id(rule): rule for rule in rules.values()}.values()):
+        return {key: key.partition(".experts.")[2].partition(".")[0] for key in rules}
+    return {key: rule.numbers(key)["expert"] for key, rule in rules.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +156,9 @@ class Model:
         return owned
 
     @cached_property
-    def experts(self) -> dict[str, int | None]:
+    def experts(self) -> dict[str, int]:
         """Key of a tensor of a single routed expert → number of the expert."""
-        return {tensor.key: expert_of(tensor.key) for tensor in self.tensors if tensor.rule.of_expert}
+        return {key: int(number) for key, number in spelled_experts(self.tensors).items()}
 
     @cached_property
     def plain_expert(self) -> str | None:
@@ -360,6 +368,8 @@ class _NamesOfCell:
         self._first_experts: dict[str, str] = {}
         """Key without the number of its expert → key of the first expert that was built."""
         self._built = self._copies = 0
+        self._classes: dict[int, str] = {}
+        """Id of a row → class of its layers."""
 
     def build(self, tensor: Named) -> str:
         """The name of the tensor that the process builds next."""
@@ -396,8 +406,11 @@ class _NamesOfCell:
 
     def _class_of(self, tensor: Named) -> str:
         """Class of the layer; what tp does not cut is of a plain layer, also under sequence parallelism."""
-        cut = self.sequence_parallel and not tensor.rule.stays_whole(self.config, self.tp, tensor.key)
-        return tensor.rule.class_for(self.pp, self.tp, cut, self.ep)
+        rule = tensor.rule
+        if id(rule) not in self._classes:
+            cut = self.sequence_parallel and not rule.stays_whole(self.config, self.tp, tensor.key)
+            self._classes[id(rule)] = rule.class_for(self.pp, self.tp, cut, self.ep)
+        return self._classes[id(rule)]
 
     def _of_layer(self, tensor: Named, name_class: str) -> str:
         """Name of a weight or a bias of a layer, which the first of its parameters counts."""

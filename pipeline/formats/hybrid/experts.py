@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import FACTS, Ranks, StoredCell
 from paddle_reshard.pipeline.formats.jobs.keys import experts_of, shift_expert
-from paddle_reshard.pipeline.model.model import ModelTensor, expert_of
+from paddle_reshard.pipeline.model.model import ModelTensor, expert_of, spelled_experts
 
 
 def join_cells(ranks: Ranks, shared_out: Callable[[str], bool] = lambda key: False) -> list[StoredCell]:
@@ -122,10 +122,11 @@ def number_experts(ranks: Ranks, count: int | None) -> None:
 def check_experts(ranks: Ranks, over: str | None, tensors: Sequence[ModelTensor], count: int | None) -> None:
     """Check that every layer has all ``count`` experts, and every cell exactly its own; ``over`` is their axis."""
     layers: dict[int | str, set[int]] = {}
+    of_experts = spelled_experts(tensors)
     for tensor in tensors:
-        if tensor.rule.of_expert:
+        if tensor.key in of_experts:
             layer = tensor.key.partition(".experts.")[0] if tensor.layer is None else tensor.layer
-            layers.setdefault(layer, set()).update(experts_of([tensor.key]))
+            layers.setdefault(layer, set()).add(int(of_experts[tensor.key]))
     total = count if count is not None else max((len(held) for held in layers.values()), default=0)
     for layer, held in layers.items():
         if total != len(held) or max(held, default=-1) >= total:

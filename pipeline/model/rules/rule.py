@@ -264,6 +264,11 @@ class Rule:
         return "{expert}" in self.key
 
     @property
+    def numbers_experts(self) -> bool:
+        """Whether the number of the expert is what stands behind the only ``.experts.`` of its keys."""
+        return self.key.count(".experts.") == self.key.count(".experts.{expert}.") == 1
+
+    @property
     def of_expert_rank(self) -> bool:
         """Whether each rank of ``ep`` has values of its own: one expert's, or all of its experts'."""
         return self.of_expert or self.shared_out

@@ -409,6 +409,9 @@ class RuleTable:
             )
 
 
+_BEHIND_EXPERTS = re.compile(r"\.experts\.[\d{]")
+
+
 class _Finder:
     """Finds the rows of the keys of one model."""
 
@@ -422,9 +425,25 @@ class _Finder:
         """Form of a key → numbers of those of its rows that the model has."""
         self._in_layer: dict[tuple[int, int | None], Rule | None] = {}
         """Number of a row, and a layer → the row as that layer has it; ``None`` if it has none."""
+        self._alike: dict[str, tuple[Rule, int | None]] = {}
+        """Key, of an expert that of expert 0 → what was found, which is the same for all experts of a layer."""
+        self._numbers_experts = all(
+            rule.numbers_experts or not _BEHIND_EXPERTS.search(rule.key) for rule in table.rules
+        )
 
     def find(self, key: str) -> tuple[Rule, int | None]:
         """As :meth:`RuleTable.find`."""
+        alike = key
+        begin, experts, inside = key.partition(".experts.")
+        number, dot, name = inside.partition(".")
+        if dot and number.isdecimal() and self._numbers_experts:  # no regular expression: keys are very many
+            alike = f"{begin}{experts}0.{name}"
+        found = self._alike.get(alike)
+        if found is None:
+            found = self._alike[alike] = self._find(key)
+        return found
+
+    def _find(self, key: str) -> tuple[Rule, int | None]:
         if key.endswith(_LORA_ENDINGS):
             module, _, name = key.rpartition(".")
             weight, numbered = self.find(f"{module}.weight")
