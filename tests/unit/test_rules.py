@@ -242,6 +242,31 @@ def test_a_row_fits_whole_keys_only(key: str) -> None:
         shipped("paddlenlp").find(key, CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [
+        (("experts.0.w", "experts.1.w"), {"experts.0.w": 0, "experts.1.w": 1, "experts.2.w": None}),
+        (("experts.{layer}.w",), {"experts.0.w": 0, "experts.1.w": 0}),
+        (("{layer}.experts.{expert}.w",), {"1.experts.3.w": 0, "1.experts.3": None, "1.experts.x.w": None}),
+        (("{layer}.experts.{expert}.w", "{layer}.experts.w"), {"1.experts.03.w": 0, "1.experts.w": 1}),
+    ],
+)
+def test_a_key_found_first_does_not_find_another(rows: tuple[str, ...], keys: dict[str, int | None]) -> None:
+    table = parse(table_of([row(key=f"toy.{key}") for key in rows]))
+    for order in ([*keys], [*reversed(keys)]):
+        find = table.finder({})
+        for key in [*order, *order]:
+            number = keys[key]
+            layer = next((int(part) for part in key.split(".") if part.isdecimal()), 0)
+            if number is None:
+                with pytest.raises(RuleError, match="no row"):
+                    find(f"toy.{key}")
+            else:
+                rule, of_layer = find(f"toy.{key}")
+                assert rule.key == f"toy.{rows[number]}"
+                assert of_layer == (layer if "{layer}" in rule.key else None)
+
+
 def test_two_rows_for_one_tensor() -> None:
     table = parse(table_of([row(), row(key="toy.layers.{layer}.up.weight", split=1)]))
     with pytest.raises(
