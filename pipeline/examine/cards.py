@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from math import log2
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from paddle_reshard.pipeline.checkpoint.format import LOADED, JobTarget, NotLoad
 from paddle_reshard.pipeline.checkpoint.training_job import not_read_by_part
 from paddle_reshard.pipeline.convert.conversion import read_source
 from paddle_reshard.pipeline.convert.plan import source_in_words
-from paddle_reshard.pipeline.core.catalog import ITEMSIZES, Catalog, volumes
+from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.limits import MAX_RANKS
@@ -420,7 +420,7 @@ class _Offer:
             strategy=target.strategy,
             strategy_reason=target.strategy_reason,
             fullest=layout.fullest,
-            read_bytes=0 if is_already else _stored_bytes(source.catalog),
+            read_bytes=0 if is_already else self._stored_bytes,
             written_bytes=0 if is_already else layout.tensor_bytes,
             states_lost=(*self.altered.dropped, *layout.states_not_carried),
             lost=() if is_already else (*((s, DROPPED) for s in self.altered.dropped), *lost),
@@ -430,6 +430,12 @@ class _Offer:
             ignores_average=ignores_average,
             command="" if is_already else self._command(topology),
         )
+
+    @cached_property
+    def _stored_bytes(self) -> int:
+        """Bytes of all arrays in the files."""
+        fragments = self.altered.source.catalog.fragments
+        return int((volumes(fragments) * ITEMSIZES[fragments["dtype"]]).sum())
 
     def _is_already(self, topology: Topology, target: JobTarget) -> bool:
         """Whether the job of a target reads the checkpoint as it is, and no option asks for other files."""
@@ -480,8 +486,3 @@ def _spelled(name: str, value: Any) -> list[str]:
         value = f"{name.upper()}.json"
     values = texts_of(value) if option.kind is Kind.LIST else (value,)
     return [word for text in values for word in (flag_of(name), str(text))]
-
-
-def _stored_bytes(catalog: Catalog) -> int:
-    """Bytes of all arrays in the files."""
-    return int((volumes(catalog.fragments) * ITEMSIZES[catalog.fragments["dtype"]]).sum())
