@@ -269,7 +269,8 @@ def _own_file(files: SourceFiles, path: str) -> RankFile:
     own = parse_rank_file(path)
     if not any(name.startswith(OPTIMIZER) and name.endswith(".pdopt") for name in files.sizes):
         raise UsageError(
-            f"{files.store.location}: holds no optimizer files of ranks; only these store states by parameter names"
+            f"{files.store.location}: holds no optimizer files of ranks, and only these store states by parameter "
+            "names: leave this check out"
         )
     if own is None or path not in files.sizes:
         raise CheckpointError(

@@ -1,7 +1,8 @@
 """One rank of ``paddleformers-cli train``: the command line's own function, and before it only what a CPU needs.
 
 Environment: ``RUN_NAME`` is said at the end. The state is dumped in ``RUN_OUT``, in a folder of the step: right after
-loading, and when a step of ``DUMP_AFTER`` is saved. Losses are added to the file ``RUN_LOSSES``, a line each.
+loading, and when a step of ``DUMP_AFTER`` is saved. Losses are added to the file ``RUN_LOSSES``, a line each, up to
+the step ``RUN_KILLED``, after which the job waits to be killed.
 ``RUN_WITHOUT=moments`` loses the moments after loading: what a check of losses must see.
 """
 
@@ -47,7 +48,8 @@ def dump_state() -> None:
 
     def train_and_dump(trainer, *arguments, **options):
         trainer.add_callback(_witness(trainer))
-        if trainer.args.resume_from_checkpoint:
+        by_names = trainer.args.load_checkpoint_format != "unified_checkpoint"
+        if trainer.args.resume_from_checkpoint and by_names:
             names = names_callback(trainer)
             names.check()
             trainer.add_callback(names)
@@ -108,10 +110,12 @@ def lose_moments(optimizer) -> None:
 
 
 def tell_loss(step: int, loss: float) -> None:
-    """Add the loss of a step to what the first rank tells, in all its digits."""
+    """Add the loss of a step to what the first rank tells, in all its digits; after ``RUN_KILLED``, wait for that."""
     if "RUN_LOSSES" in os.environ and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
         with Path(os.environ["RUN_LOSSES"]).open("a") as told:
             told.write(json.dumps([step, loss]) + "\n")
+        if os.environ["RUN_KILLED"] == str(step):
+            time.sleep(600)
 
 
 if __name__ == "__main__":
