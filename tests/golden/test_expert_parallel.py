@@ -396,17 +396,6 @@ def _fewer(data: dict[str, Any]) -> None:
             r"shard01\.pdopt: master weight linear_11.w_0 does not belong to any parameter of the cell",
         ),
     ],
-    ids=[
-        "optimizer",
-        "model_state",
-        "meta",
-        "moe_sharding",
-        "ep_degree",
-        "cell",
-        "renumbered",
-        "no_sync",
-        "fewer",
-    ],
 )
 def test_a_damaged_checkpoint_is_refused(
     name: str, damage: Callable[[Path], None], message: str, tmp_path: Path

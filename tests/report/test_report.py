@@ -217,21 +217,8 @@ def test_a_plan_that_is_not_complete_says_so(tmp_path: Path) -> None:
 
 
 def difference(key: str) -> TensorDifference:
-    return TensorDifference(
-        key,
-        "param",
-        ("float32", "float32"),
-        4,
-        1,
-        1,
-        0,
-        float("inf"),
-        0.25,
-        3,
-        0.5,
-        (0,),
-        (1.0, float("nan")),
-    )
+    values = (float("inf"), 0.25, 3, 0.5, (0,), (1.0, float("nan")))
+    return TensorDifference(key, "param", ("float32", "float32"), 4, 1, 1, 0, *values)
 
 
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:

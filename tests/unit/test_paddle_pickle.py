@@ -7,6 +7,7 @@ import collections
 import importlib
 import inspect
 import io
+import itertools
 import math
 import pickle
 import random
@@ -520,24 +521,12 @@ def everything() -> dict[str, object]:
         "tall": ArraySlot(next(slots), "i4", (300, 70), None),
         "größe/层\n": {"层": "é" * 300, "long": "x" * 65536, "empty": ""},
         "numbers": [
-            sign * (2**bits - less) for sign in (1, -1) for bits in (0, 8, 16, 31, 63, 999) for less in (0, 1)
+            sign * (2**bits + more)
+            for sign, bits, more in itertools.product((1, -1), (0, 8, 16, 31, 63, 999), (-1, 0, 1))
         ],
         "floats": (0.0, -0.0, 1e-300, math.inf, -math.inf, math.nan, 0.1),
-        "plain": [
-            None,
-            True,
-            False,
-            (),
-            [],
-            {},
-            (1,),
-            (1, 2),
-            (1, 2, 3),
-            (1, 2, 3, 4),
-            b"",
-            b"abc",
-            b"x" * 300,
-        ],
+        "plain": [None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+        "bytes": [b"", b"abc", b"x" * 300],
         "deep": {"a": {"b": [{"c": ({"d": ArraySlot(next(slots), "f8", (2, 2), "d")},)}]}},
         "LR_Scheduler": {"last_epoch": 3, "last_lr": 0.0019399999999999999, 0: "zero", -5: 1},
     }
