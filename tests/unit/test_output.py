@@ -226,8 +226,9 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, cwd=tmp_path / "gone", timeout=300
     )
-    told = "paddle-reshard: the working directory has been removed: change to one that exists [Limits]\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    told = "paddle-reshard: the working directory has been removed: change to one that exists [Limits]"
+    # on a slow machine it has said before how far it is
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, told)
 
 
 @pytest.mark.parametrize("kibibytes", [200_000, 160_000, 300_000, 400_000])
