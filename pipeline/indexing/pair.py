@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.parameter_names import compare_names
-from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, read_json
+from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, check_given_config, read_json
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.formats.model_meta import without_names
@@ -80,6 +80,8 @@ def index_pair(
 
     If only one of them has a format for models without training state, it is read as the model of the second.
     """
+    for store in (a, b):
+        check_given_config(store, config)
     for store in (a, b):
         if config is None and CONFIG in store.sizes():
             config = read_json(store, CONFIG, store.sizes())

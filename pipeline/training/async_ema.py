@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from paddle_reshard.clusters.companion import Companion, CompanionLost
-from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_json
+from paddle_reshard.pipeline.checkpoint.reading import check_given_config, index_tensor_file, read_json
 from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.choices import parse_choice
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
@@ -307,6 +307,8 @@ class AsyncEma:
         ------
         CheckpointError, PlanError
             If the checkpoint's average does not fit this rank's tensors, naming the tensor and both shapes.
+        UsageError
+            If ``config`` contradicts the checkpoint's own.
         """
         store = open_source(os.fspath(directory), *source_access(options))
         companion = self._companion(self.weights())
@@ -320,6 +322,7 @@ class AsyncEma:
             else:
                 tables = load_tables(options.get("rules"))
                 given = config if isinstance(config, Mapping) or config is None else load_config(config)
+                check_given_config(store, given)
                 memory = self.shared.average.view(np.uint8)
                 read_average(store, tables, given, self.stretches, rank, memory)
         except BaseException:

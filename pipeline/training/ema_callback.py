@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
-from paddle_reshard.pipeline.core.file_names import MODEL_META
+from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
@@ -18,6 +19,7 @@ from paddle_reshard.pipeline.training.names_callback import library_of
 from paddle_reshard.pipeline.training.paddle_objects import rank_boxes, rank_pieces, stage3_of
 from paddle_reshard.pipeline.training.resume import RankPieces
 from paddle_reshard.pipeline.training.stretches import Weights
+from paddle_reshard.storage.locate import open_source, source_access
 
 logger = logging.getLogger(__name__)
 _TP_DEGREES = {"paddleformers": "tensor_model_parallel_size", "paddlenlp": "tensor_parallel_degree"}
@@ -133,7 +135,8 @@ class _EmaCallback:
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.resume_from is not None:
-            config = _model(self.trainer).config.to_dict()
+            own = CONFIG in open_source(os.fspath(self.resume_from), *source_access({})).sizes()
+            config = None if own else _model(self.trainer).config.to_dict()
             self.ema.load(self.resume_from, pieces_of(self.trainer), rules=self.rules, config=config)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

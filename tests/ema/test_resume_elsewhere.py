@@ -93,6 +93,16 @@ def test_every_rank_of_any_job_gets_its_slices_of_the_truth(rank: tuple[int, int
         assert np.asarray(ema.state().master_weights[key]).tobytes() == after.tobytes()
 
 
+def test_a_config_that_contradicts_the_checkpoints_own_is_refused() -> None:
+    checkpoint = case_directory(CASE) / "checkpoint-3"
+    own = json.loads((checkpoint / "config.json").read_text())
+    job = Rank(1, 0)
+    with AsyncEma(job.weights, decay=0.9) as ema:
+        ema.load(checkpoint, job.pieces, config=own)
+        with pytest.raises(UsageError, match=r"for vocab_size, that of --config 7"):
+            ema.load(checkpoint, job.pieces, config=own | {"vocab_size": 7})
+
+
 def test_only_what_the_rank_needs_is_read(tmp_path: Path) -> None:
     """Values of the other tensor-parallel rank may be corrupted."""
     checkpoint = tmp_path / "checkpoint-3"

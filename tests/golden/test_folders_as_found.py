@@ -13,6 +13,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -778,9 +779,17 @@ def test_a_config_that_is_given_does_not_contradict_the_checkpoints_own(tmp_path
     own = json.loads((checkpoint / "config.json").read_text())
     given = tmp_path / "config.json"
     given.write_text(json.dumps(own | {"vocab_size": 7}))
-    for call in (paddle_reshard.plan, paddle_reshard.inspect):
+    calls: list[Callable[..., object]] = [
+        partial(paddle_reshard.plan, to="tp=2"),
+        paddle_reshard.inspect,
+        paddle_reshard.verify,
+        partial(paddle_reshard.verify, b=checkpoint),
+        partial(paddle_reshard.diff, b=checkpoint),
+        paddle_reshard.fingerprint,
+    ]
+    for call in calls:
         with pytest.raises(UsageError, match=rf"has {own['vocab_size']} for vocab_size, that of --config 7"):
-            call(checkpoint, config=given, **({"to": "tp=2"} if call is paddle_reshard.plan else {}))
+            call(checkpoint, config=given)
     as_saved_elsewhere = {"dtype": "float32", "tensor_model_parallel_size": 8, "paddleformers_version": "0.9"}
     given.write_text(json.dumps(own | as_saved_elsewhere))
     assert (
