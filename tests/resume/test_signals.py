@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -91,3 +92,16 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert {k: v for k, v in made.items() if k != MANIFEST} == {
         k: v for k, v in expected.items() if k != MANIFEST
     }
+
+
+def test_an_interrupt_before_a_command_begins_is_quiet(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "paddle_reshard", "inspect", SOURCE]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, cwd=REPO, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "")
