@@ -284,6 +284,15 @@ def test_a_tensor_that_another_config_has() -> None:
         choose_table(shipped_tables(), ["ernie.norm.weight", key], config)
 
 
+@pytest.mark.parametrize("twin", ["num_experts", "n_routed_experts"])
+def test_two_names_of_one_number_that_contradict_each_other(twin: str) -> None:
+    config = {"model_type": "qwen3_moe", "num_local_experts": 4, twin: 4}
+    keys = ["model.norm.weight"]
+    assert choose_table(shipped_tables("paddleformers"), keys, config).family == "qwen3_moe"
+    with pytest.raises(RuleError, match=rf"(?=.*{twin} 8)(?=.*num_local_experts 4)"):
+        choose_table(shipped_tables("paddleformers"), keys, config | {twin: 8})
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [

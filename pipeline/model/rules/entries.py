@@ -19,6 +19,8 @@ TIED = "tie_word_embeddings"
 LABELS = "num_labels"
 """How many classes a classifier tells apart, which configs say by the list of their names, ``id2label``."""
 _LABELS_UNSAID = 2
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of one number, see :func:`derived_sizes`."""
 
 
 def config_entry(config: Config, name: str, default: Any = None) -> Any:

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from paddle_reshard.pipeline.core.errors import RuleError
-from paddle_reshard.pipeline.model.rules.entries import Config, config_entry, count_entry, derived_sizes
+from paddle_reshard.pipeline.model.rules.entries import (
+    NUMBERS_OF_EXPERTS,
+    Config,
+    config_entry,
+    count_entry,
+    derived_sizes,
+)
 from paddle_reshard.pipeline.model.rules.items import LAYERS, EmptyLayers, Item, mtp_entry
 from paddle_reshard.pipeline.model.rules.libraries import library_of
 from paddle_reshard.pipeline.model.rules.rule import LORA, LoraRule, Rule, form_of
@@ -274,6 +280,15 @@ class RuleTable:
         for option in self.unsupported:
             if option.formats is None and option.concerns(config):
                 return option.refusal(self.named, config, "such checkpoints are not supported")
+        if self.experts in NUMBERS_OF_EXPERTS:
+            told = [(name, config_entry(config, name)) for name in NUMBERS_OF_EXPERTS]
+            said = {number: name for name, number in told if isinstance(number, int)}
+            if len(said) > 1:
+                numbers = " and ".join(f"{name} {number}" for number, name in said.items())
+                return RuleError(
+                    self.named,
+                    f"config.json says {numbers}: two names of one number, of which a job may take either; correct it",
+                )
         for rule in self.rules:
             if not stages_known and (rule.of_stages or rule.own_in_stages) and rule.applies(config):
                 return RuleError(
