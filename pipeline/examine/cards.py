@@ -388,7 +388,8 @@ class _Offer:
         loaded_with = FORMATS[source.format].loaded_with(
             source.model.table.convention, source.job.strategy or "none"
         )
-        return source.has_ema and self.altered.wanted.has_ema and reads_average(loaded_with or {})
+        kept = source.has_ema and self.altered.wanted.has_ema
+        return kept and reads_average(loaded_with or {}, None)
 
     @property
     def options(self) -> Values:
@@ -410,7 +411,10 @@ class _Offer:
         lost = [(state, f"the format {target.format} cannot hold it") for state in layout.states_not_carried]
         lost += [(path, why) for path, why in layout.not_carried if not is_marker(path)]
         ignores_average = (  # of a trainer whose arguments are not known, nothing is said
-            self._reads_average and not is_already and bool(arguments) and not reads_average(arguments)
+            self._reads_average
+            and not is_already
+            and bool(arguments)
+            and not reads_average(arguments, topology)
         )
         if ignores_average:
             lost.append(("the average", f"in the files, and ignored: {AVERAGE_IGNORED}"))

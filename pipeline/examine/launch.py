@@ -255,7 +255,7 @@ def _remarks(
             "a script of your own, or the adapter is scaled otherwise than it was trained"
         )
     if inspection.has_ema:
-        yield _about_ema(arguments)
+        yield _about_ema(arguments, job.topology)
     if inspection.adapter is not None and "load_sharded_model" in arguments:
         yield (
             "--load_sharded_model gives the adapters to the first rank alone in PaddleFormers 1.2; convert it to "
@@ -323,16 +323,25 @@ def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterat
         )
 
 
-AVERAGE_IGNORED: Final = "this trainer reads one only with load_sharded_model, or from a FlexCheckpoint"
+AVERAGE_IGNORED: Final = (
+    "this trainer reads one only with load_sharded_model, or from a FlexCheckpoint, and stops with --zcc_save_ema_coef "
+    "in a job without tp, pp and sharding"
+)
 
 
-def reads_average(arguments: Mapping[str, object]) -> bool:
-    """Whether a trainer that is started with these arguments reads an average, if it is told to keep one."""
-    return "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint"
+def reads_average(arguments: Mapping[str, object], topology: Topology | None) -> bool:
+    """Whether a trainer that is started with these arguments reads an average, if it is told to keep one.
+
+    Its callback wants the groups of ranks, which data-parallel ranks alone do not have (PaddleFormers 1.2
+    ``trainer/trainer.py``, ``add_non_zcc_ema_callback``: ``'Trainer' object has no attribute 'hcg'``). ``topology``:
+    ``None`` for a job that has kept one.
+    """
+    reads = "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint"
+    return reads and (topology is None or topology.world_size > topology.dp)
 
 
-def _about_ema(arguments: Arguments) -> str:
-    if reads_average(arguments):
+def _about_ema(arguments: Arguments, topology: Topology) -> str:
+    if reads_average(arguments, topology):
         return "the average is read with --zcc_save_ema_coef COEFFICIENT, and otherwise ignored"
     return f"the average is ignored: {AVERAGE_IGNORED}"
 

@@ -16,7 +16,6 @@ def main() -> None:
     sys.argv = [argument.replace("{node}", str(node)) for argument in sys.argv]
     answer_for_bfloat16(os.environ.get("CPU_HAS_BFLOAT16"))
     forget_correction_biases()
-    copy_to_host()
     if os.environ.get("CHECK_NAMES"):
         train.check_names()
     if os.environ.get("TRAIN_ON"):
@@ -31,22 +30,6 @@ def answer_for_bfloat16(wanted: str | None) -> None:
 
         core.is_bfloat16_supported = paddle.amp.is_bfloat16_supported = lambda *_: wanted == "yes"
     print(f"CPU has bfloat16: {'yes' if paddle.amp.is_bfloat16_supported() else 'no'}", flush=True)
-
-
-def copy_to_host() -> None:
-    """Have a loaded average survive: the trainer copies it to the host and clears the card's; here both are one."""
-    from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
-
-    convert, to_host = EMABufferFcBased._fc_to_buffer_format, paddle.Tensor.cpu
-
-    def convert_copies(buffer, loaded):
-        paddle.Tensor.cpu = lambda tensor: tensor.clone()
-        try:
-            convert(buffer, loaded)
-        finally:
-            paddle.Tensor.cpu = to_host
-
-    EMABufferFcBased._fc_to_buffer_format = convert_copies
 
 
 def forget_correction_biases() -> None:

@@ -16,14 +16,12 @@ import paddle
 import paddleformers
 import train
 import truth
-from driver import copy_to_host
 from paddle import distributed
 from paddleformers.trainer import Trainer, TrainerCallback
 from reader import load
 
 
 def main() -> None:
-    copy_to_host()
     start = Trainer.train
 
     def go_on(trainer, *_, **__):

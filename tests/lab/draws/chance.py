@@ -94,9 +94,9 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
             break
         target = placed(common, chance, with_average)
     # From its own files of one card in `hybrid` the trainer does not resume: it asks for a model_meta.json.
-    # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's; and from a
-    # FlexCheckpoint it leaves the averages of tied words without values, and under stage 3 it stops at a unified one.
-    resumes = number % 5 == 0 and not (target.format == "flex" and tied and with_average)
+    # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's; and under
+    # stage 3 it stops at a unified one.
+    resumes = number % 5 == 0
     if target.format == "unified":
         resumes = resumes and target.strategy != "stage3"
     if target.format == "hybrid":

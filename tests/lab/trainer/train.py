@@ -29,6 +29,7 @@ import patches
 import truth
 from paddle.distributed import fleet
 from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
+from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
 
 EVERY_JOB: dict[str, Any] = {
     "per_device_train_batch_size": 1, "bf16": True, "fp16_opt_level": "O2", "amp_master_grad": True,
@@ -92,8 +93,23 @@ def asked_of_command_line() -> Asked:
     return Asked(**vars(parser.parse_args()))
 
 
+def copy_to_host() -> None:
+    """Have a loaded average survive: the trainer copies it to the host and clears the card's; here both are one."""
+    convert, to_host = EMABufferFcBased._fc_to_buffer_format, paddle.Tensor.cpu
+
+    def convert_copies(buffer: Any, loaded: Any) -> None:
+        paddle.Tensor.cpu = lambda tensor: tensor.clone()
+        try:
+            convert(buffer, loaded)
+        finally:
+            paddle.Tensor.cpu = to_host
+
+    EMABufferFcBased._fc_to_buffer_format = convert_copies
+
+
 def run(asked: Asked) -> None:
     """Train, tell the truth, and end the process."""
+    copy_to_host()
     if (recipe := RECIPES.get(asked.family, asked.family)) in RECIPES.values():
         import recipes
 
