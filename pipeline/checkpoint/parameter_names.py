@@ -33,6 +33,8 @@ class CellNames:
     """Structured key → parameter name."""
     predicted: Mapping[str, str]
     """The same by the naming rules."""
+    optimizer: str = ""
+    """The number at the end of accumulators in the optimizer's files; empty if nothing is found by it."""
 
     @property
     def where(self) -> str:
@@ -66,7 +68,7 @@ class NameComparison:
     differences: tuple[tuple[str, str], ...] = ()
     """``(structured key, the two names with their files)``."""
     renamed: str = ""
-    """The first name that differs, if all differ as those of two processes do; see :func:`compare_names`."""
+    """The first name, or number of the optimizer, that differs, if all differ as those of two processes do."""
 
 
 def misnamed(cells: Sequence[CellNames]) -> tuple[Misnamed, ...]:
@@ -152,6 +154,9 @@ def compare_names(a: Sequence[CellNames], b: Sequence[CellNames]) -> NameCompari
         return NameComparison()
     differences, renamed = dict[str, str](), ""
     for first, second in zip(a, b, strict=True):
+        numbers = (first.optimizer, second.optimizer)
+        if all(numbers) and numbers[0] != numbers[1]:
+            renamed = f"accumulators end with _{numbers[0]} in A, and with _{numbers[1]} in B"
         if first.names == second.names:
             continue
         told = {

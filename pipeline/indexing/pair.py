@@ -11,6 +11,7 @@ from paddle_reshard.pipeline.checkpoint.parameter_names import compare_names
 from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles, check_given_config, read_json
 from paddle_reshard.pipeline.core.catalog import Catalog
 from paddle_reshard.pipeline.core.file_names import CONFIG, MODEL_META
+from paddle_reshard.pipeline.core.limits import MAX_META_BYTES
 from paddle_reshard.pipeline.formats.model_meta import without_names
 from paddle_reshard.pipeline.formats.registry import format_of
 from paddle_reshard.pipeline.indexing import small_files
@@ -48,11 +49,15 @@ def compare_jobs(
         remarks.append(
             f"{names.renamed}; all parameters are called so in the two jobs, and a job finds states under its own names"
         )
-    if (
-        any(MODEL_META not in store.sizes() for store in stores)
-        or a.job.topology is None  # beside whole tensors the file tells of a job that is over
-        or a.job.topology != b.job.topology
-    ):
+    if any(MODEL_META not in store.sizes() for store in stores) or a.job.topology != b.job.topology:
+        return differences, remarks
+    if a.job.topology is None:
+        sizes = {min(store.sizes()[MODEL_META], MAX_META_BYTES) for store in stores}
+        if len(sizes) > 1 or len({store.read(MODEL_META, 0, max(sizes)) for store in stores}) > 1:
+            remarks.append(
+                f"{MODEL_META} is not compared, and differs: of a FlexCheckpoint a trainer reads it only with "
+                "--enable_zero_cost_checkpoint and an average, and then compares the degrees with its own"
+            )
         return differences, remarks
     kinds = [(side.convention, side.job.strategy, side.job.comm_overlap) for side in (a, b)]
     if kinds[0] != kinds[1]:

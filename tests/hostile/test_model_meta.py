@@ -45,6 +45,17 @@ def _edit(source: Path, edit: Callable[[Meta], object]) -> None:
     path.write_text(json.dumps(meta))
 
 
+def test_degrees_beside_two_flexcheckpoints_are_said_not_to_be_compared(tmp_path: Path) -> None:
+    source, a, b = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3", tmp_path / "a", tmp_path / "b"
+    paddle_reshard.convert(source, a, format="flex", to="tp=2")
+    shutil.copytree(a, b, copy_function=shutil.copyfile)
+    assert not paddle_reshard.verify(a, b).remarks
+    _edit(b, lambda meta: meta["parallel_config"].update(mp_degree=4))
+    report = paddle_reshard.verify(a, b)
+    assert report
+    assert any("model_meta.json is not compared, and differs" in remark for remark in report.remarks)
+
+
 def _cells(meta: Meta) -> list[Meta]:
     return list(meta["sharding_metas"].values())
 

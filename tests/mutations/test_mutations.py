@@ -229,10 +229,7 @@ def check_framing(made: Made) -> None:
 
 
 def seen(path: Path, content: bytes) -> Any:
-    """What another reader makes of a tensor file.
-
-    Without names that arrays have besides their keys, and the number of the optimizer in its process at their end.
-    """
+    """What another reader makes of a tensor file, without names that arrays have besides their keys."""
     try:
         if path.suffix == ".safetensors":
             return sorted(
@@ -250,29 +247,30 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]  # in Python:
         return ALLOWED[module, name]
 
 
-_COUNTED = re.compile(r"(?<=_(?:acc|nt1|nt2))_\d$")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (value.shape, value.dtype.str, value.tobytes("A"), value.flags.c_contiguous)
     if isinstance(value, dict):
-        return [(_COUNTED.sub("", key), _plain(entry)) for key, entry in value.items() if key != NAME_TABLE]
+        return [(key, _plain(entry)) for key, entry in value.items() if key != NAME_TABLE]
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], np.ndarray):
         return _plain(value[1])
     return value
 
 
+_BY_MASTER = "looks for accumulators by the name of the master weight"
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "why"),
     [
-        (b"linear_0.w_0_fp32_master_0_moment1_0", b"linear_0.w_0_fp32_master_8_moment1_0"),
-        (b"\x1alinear_0.w_0_fp32_master_0", b"\x1alinear_0.w_0_fp32_master_1"),
+        (b"linear_0.w_0_fp32_master_0_moment1_0", b"linear_0.w_0_fp32_master_8_moment1_0", _BY_MASTER),
+        (b"\x1alinear_0.w_0_fp32_master_0", b"\x1alinear_0.w_0_fp32_master_1", _BY_MASTER),
+        (b"linear_0.w_0_fp32_master_0_beta1_pow_acc_0", b"linear_0.w_0_fp32_master_0_beta1_pow_acc_1", "end"),
     ],
-    ids=["accumulator", "master weight"],
+    ids=["accumulator", "master weight", "number of the optimizer"],
 )
 def test_an_accumulator_that_the_trainer_would_not_find_is_refused(
-    before: bytes, after: bytes, tmp_path: Path
+    before: bytes, after: bytes, why: str, tmp_path: Path
 ) -> None:
     real, source = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3", tmp_path / "source"
     shutil.copytree(real, source, copy_function=shutil.copyfile)
@@ -280,5 +278,17 @@ def test_an_accumulator_that_the_trainer_would_not_find_is_refused(
     content = file.read_bytes()
     assert before in content
     file.write_bytes(content.replace(before, after, 1))
-    with pytest.raises(ReshardError, match="looks for accumulators by the name of the master weight"):
+    with pytest.raises(ReshardError, match=why):
         paddle_reshard.plan(source, to="tp=1")
+    with pytest.raises(ReshardError, match=why):
+        paddle_reshard.verify(real, source)
+
+
+def test_accumulators_of_a_second_optimizer_are_named_as_such(tmp_path: Path) -> None:
+    real, other = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3", tmp_path / "other"
+    shutil.copytree(real, other, copy_function=shutil.copyfile)
+    for file in other.glob("optimizer.*.pdopt"):
+        file.write_bytes(re.sub(rb"(_acc|nt1|nt2)_0", rb"\1_1", file.read_bytes()))
+    report = paddle_reshard.verify(real, other)
+    assert report
+    assert any("accumulators end with _0 in A, and with _1 in B" in remark for remark in report.remarks)

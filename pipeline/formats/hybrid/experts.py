@@ -32,7 +32,7 @@ def join_cells(ranks: Ranks, shared_out: Callable[[str], bool] = lambda key: Fal
 def _join(cells: Sequence[StoredCell], topology: Topology, shared_out: Callable[[str], bool]) -> StoredCell:
     if len(cells) == 1:
         return cells[0]
-    joined = StoredCell(cells[0].tp, cells[0].pp)
+    joined = StoredCell(cells[0].tp, cells[0].pp, optimizer=max(cell.optimizer for cell in cells))
     joined.names = merged_names([cell.names for cell in cells])
     in_all = set.intersection(*(set(cell.names) for cell in cells))
     pieces = {key for key in in_all if topology.ep > 1 and shared_out(key)}

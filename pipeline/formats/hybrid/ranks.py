@@ -123,6 +123,8 @@ class StoredCell:
     """Structured keys with an entry that is marked as a stage 3 slice."""
     master_spellings: set[bool] = field(default_factory=set)
     """Whether accumulators are named after master weights, if there are any (not in stages 2 and 3); all that occur."""
+    optimizer: str = ""
+    """The number at the end of accumulators: of the optimizers that the process built before; empty without any."""
     single: set[tuple[str, bool]] = field(default_factory=set)
     """``(moment, whether an array of it is a single number)``; every combination seen."""
 
@@ -782,7 +784,13 @@ def _accumulator(
             )
         )
     name, accumulator, separate = parts
-    key, begin = keys[name], entry.rpartition(f"_{accumulator}_")[0]
+    key, (begin, _, number) = keys[name], entry.rpartition(f"_{accumulator}_")
+    if number != (cell.optimizer or number):
+        raise CheckpointError(
+            f"{file.path}: {entry} ends with another number than the accumulators before it, which end with "
+            f"_{cell.optimizer}: an optimizer gives all of them the same, and Paddle looks for each by its whole name"
+        )
+    cell.optimizer = number
     if bare != entry:
         cell.sliced.add(key)
     if key in masters:

@@ -608,7 +608,8 @@ def _of_states(
         held = {key: name for key, name in cell.names.items() if key in stored}
         before = names = before if held == before else held
         predicted = {key: of_cell[key] for key in names}
-        yield CellNames(cell.label(), cell.told_by, names, names if names == predicted else predicted)
+        rules_say = names if names == predicted else predicted
+        yield CellNames(cell.label(), cell.told_by, names, rules_say, cell.optimizer)
 
 
 def _base_positions(cell: StoredCell, ranks: Ranks, model: Model) -> set[int]:
