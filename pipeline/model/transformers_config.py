@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paddle_reshard.pipeline.core.tensors import DType
-from paddle_reshard.pipeline.model.rules.entries import TEXT, Config
+from paddle_reshard.pipeline.model.rules.entries import TEXT, TIED, Config, config_entry, ties_words
 
 DTYPE_ENTRIES = _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 """If ``config.json`` has ``dtype``, FastDeploy reads weights as ``[in, out]``, as Paddle has them, and it refuses both
@@ -106,7 +106,7 @@ def agreed_config(config: Config) -> dict[str, Any]:
 def _agreements(config: Config) -> list[_Agreement]:
     """What has to be changed in a configuration, from each point of view."""
     model_type = str(config.get("model_type"))
-    agreeing: list[_Agree] = [_no_window, _classes, _published_entries, _published_names, _vision]
+    agreeing: list[_Agree] = [_no_window, _classes, _published_entries, _published_names, _tied, _vision]
     if model_type == "qwen3_next":
         agreeing.append(_full_attention_interval)
     if "paddleformers_version" in config and model_type in _OF_PADDLEFORMERS:
@@ -247,6 +247,12 @@ def _published_names(config: Config) -> _Agreement:
             if own in config and published not in config
         }
     )
+
+
+def _tied(config: Config) -> _Agreement:
+    """``transformers`` reads false where PaddleFormers 1.2 leaves the entry of glm4v_moe out, and means true."""
+    unsaid = TIED not in config and config_entry(config, TIED) is None
+    return _Agreement({TIED: True}) if unsaid and ties_words(config) else _Agreement()
 
 
 def _vision(config: Config) -> _Agreement:

@@ -27,13 +27,9 @@ TP, SEQUENCE_PARALLEL = {"tp2", "tp2sp", "tp2pp2", "tp2pp2sp"}, {"tp2sp", "tp2pp
 PP, EP = {"pp2", "tp2pp2", "tp2pp2sp"}, {"ep2"}
 TIED = {"tie_word_embeddings": True}
 LISTED: dict[str, str] = {
-    'qwen2_moe {"shared_expert_intermediate_size": null}': "which is not there",
-    'qwen3_next {"shared_expert_intermediate_size": null}': "which is not there",
-    'ernie4_5_moe {"num_nextn_predict_layers": 2}': "mtp_block.1.mlp.gate.weight: no row",
-    'ernie4_5_moe {"num_nextn_predict_layers": 3}': "mtp_block.1.mlp.gate.weight: no row",
+    'ernie4_5_moe {"num_nextn_predict_layers": 2}': "mlp.gate.weight: the class numbers these blocks from 0",
+    'ernie4_5_moe {"num_nextn_predict_layers": 3}': "mlp.gate.weight: the class numbers these blocks from 0",
     'qwen3_moe {"lora": {"r": 4}}': "LoRA of a routed expert is not supported",
-    # The library leaves the entry out of config.json where it is true, and reads false where it is left out.
-    'glm4v_moe {"tie_word_embeddings": true}': "tied to None",
 }
 """Family and entries of the config → how the tables refuse a model that they do not describe."""
 

@@ -77,6 +77,26 @@ def test_one_card_holds_what_the_job_had(name: str, tmp_path: Path) -> None:
     assert read_one_card(tmp_path / "one") == truth_beside(source)
 
 
+@pytest.mark.parametrize("over", ["tp=2", "flex"])
+def test_a_config_that_leaves_tied_words_out_as_the_library_does_ties_them(over: str, tmp_path: Path) -> None:
+    source, between = unpacked("glm4v_moe_tied", tmp_path), tmp_path / "between"
+    paddle_reshard.convert(source, between, **({"format": over} if over == "flex" else {"to": over}))
+    paddle_reshard.convert(between, tmp_path / "one", to="tp=1", format="hybrid-plain")
+    assert read_one_card(tmp_path / "one") == read_one_card(source)
+    paddle_reshard.convert(source, tmp_path / "hf", format="huggingface")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize("to", [None, "sharding=2"])
+def test_stacked_experts_are_written_to_no_flexcheckpoint(to: str | None, tmp_path: Path) -> None:
+    """The job that resumes from one stops: ``KeyError: 'qwen2_moe_experts_0.w_0'``."""
+    source = unpacked("qwen2_moe_stacked", tmp_path)
+    with pytest.raises(
+        ReshardError, match="neither saves nor resumes from a FlexCheckpoint of stacked experts"
+    ):
+        paddle_reshard.plan(source, format="flex", to=to)
+
+
 def test_expert_ranks_that_all_have_all_experts_have_copies(tmp_path: Path) -> None:
     """As the trainer names them without ``model_meta.json``, where more ranks hold experts than tp cuts tensors."""
     source = unpacked("qwen2_moe_ep2", tmp_path)

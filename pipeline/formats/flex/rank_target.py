@@ -178,9 +178,8 @@ def _check_tensors(model: Model, target: RankFlexTarget) -> None:
     stacked = next((t.key for t in model.tensors if t.rule.of_experts), None)
     if stacked is not None:
         raise UnsupportedError(
-            f"{stacked}: it holds all experts of a layer; with fused experts PaddleFormers 1.2 fails as it saves a "
-            f"FlexCheckpoint of qwen3_moe (KeyError in sharded_state_dict), and with which dims a rank of other models "
-            f"asks for them is not known of every family; {_WHOLE}"
+            f"{stacked}: it holds all experts of a layer, and with which dims a rank asks for them is not known of "
+            f"every family; {_WHOLE}"
         )
 
 

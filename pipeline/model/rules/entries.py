@@ -19,6 +19,8 @@ TIED = "tie_word_embeddings"
 LABELS = "num_labels"
 """How many classes a classifier tells apart, which configs say by the list of their names, ``id2label``."""
 _LABELS_UNSAID = 2
+SHARED = "shared_expert_intermediate_size"
+"""Width of the shared expert of qwen2_moe and qwen3_next: where it is null, as wide as a dense layer."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of one number, see :func:`derived_sizes`."""
 
@@ -64,8 +66,19 @@ def with_entry(config: Config, name: str, value: Any) -> dict[str, Any]:
 
 
 def ties_words(config: Config) -> bool:
-    """Whether the head has the values of the word embedding, by the entry of the whole or else of ``text_config``."""
-    return bool(config[TIED] if TIED in config else config_entry(config, TIED))
+    """Whether the head has the values of the word embedding, by the entry of the whole or else of ``text_config``.
+
+    PaddleFormers 1.2 leaves it out of the config of glm4v_moe where it is true, the default of all configs, and writes
+    false (``glm4v_moe/configuration.py:411``, ``configuration_utils.py``, ``to_diff_dict``).
+
+    >>> ties_words({"text_config": {"tie_word_embeddings": True}}), ties_words({"model_type": "glm4v_moe"})
+    (True, False)
+    >>> ties_words({"model_type": "glm4v_moe", "paddleformers_version": "1.2.0", "text_config": {}})
+    True
+    """
+    said = config[TIED] if TIED in config else config_entry(config, TIED)
+    unsaid = config.get("model_type") == "glm4v_moe" and "paddleformers_version" in config
+    return unsaid if said is None else bool(said)
 
 
 def derived_sizes(config: Config) -> dict[str, int]:
@@ -88,6 +101,8 @@ def derived_sizes(config: Config) -> dict[str, int]:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
         if "hidden_size" in values and values["num_attention_heads"] > 0:
             values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    if config_entry(config, SHARED, 0) is None and "intermediate_size" in values:
+        values[SHARED] = values["intermediate_size"]
     if "num_experts" in values:
         values.setdefault("num_local_experts", values["num_experts"])
     if "num_local_experts" in values:
