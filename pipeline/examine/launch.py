@@ -325,7 +325,7 @@ def remarks_on_change(before: Topology, after: Topology, library: str) -> Iterat
 
 AVERAGE_IGNORED: Final = (
     "this trainer reads one only with load_sharded_model, or from a FlexCheckpoint, and stops with --zcc_save_ema_coef "
-    "in a job without tp, pp and sharding"
+    "under stage 3 and in a job without tp, pp and sharding"
 )
 
 
@@ -333,11 +333,13 @@ def reads_average(arguments: Mapping[str, object], topology: Topology | None) ->
     """Whether a trainer that is started with these arguments reads an average, if it is told to keep one.
 
     Its callback wants the groups of ranks, which data-parallel ranks alone do not have (PaddleFormers 1.2
-    ``trainer/trainer.py``, ``add_non_zcc_ema_callback``: ``'Trainer' object has no attribute 'hcg'``). ``topology``:
-    ``None`` for a job that has kept one.
+    ``trainer/trainer.py``, ``add_non_zcc_ema_callback``: ``'Trainer' object has no attribute 'hcg'``); under stage 3 it
+    fails in the first step, as parameters that are cut are empty then. ``topology``: ``None`` for a job that has kept
+    one.
     """
     reads = "load_sharded_model" in arguments or arguments.get("load_checkpoint_format") == "flex_checkpoint"
-    return reads and (topology is None or topology.world_size > topology.dp)
+    in_groups = topology is None or topology.world_size > topology.dp
+    return reads and in_groups and arguments.get("sharding") != "stage3"
 
 
 def _about_ema(arguments: Arguments, topology: Topology) -> str:

@@ -183,6 +183,14 @@ def test_an_average_is_read_by_jobs_with_groups_of_ranks_alone(to: str, read: bo
     assert ("the average is ignored" in said) is not read
 
 
+def test_no_average_is_read_under_stage_3(tmp_path: Path) -> None:
+    source = case_directory(ALL_AXES) / CHECKPOINT
+    paddle_reshard.convert(
+        source, tmp_path / "flex", format="flex", to="sharding=2", sharding_strategy="stage3"
+    )
+    assert any("the average is ignored" in said for said in paddle_reshard.launch(tmp_path / "flex").remarks)
+
+
 def test_a_converted_checkpoint_tells_what_changes_for_its_job(tmp_path: Path) -> None:
     source = case_directory(ALL_AXES) / CHECKPOINT
     paddle_reshard.convert(source, tmp_path / "target", to="tp=2,sharding=4")
