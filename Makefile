@@ -36,7 +36,7 @@ help:
 	@echo "make facts    build the trainer's model classes and write tests/facts (some minutes)"
 	@echo "make parity-table  losses after a change of strategy, into tests/parity/losses.md (two hours; can be interrupted)"
 	@echo "make peers    what brings a checkpoint to another topology: other converters and ours, into docs/peers.md (half an hour)"
-	@echo "make own      a class that no table knows describes itself in the real trainer, is converted and resumed (five minutes)"
+	@echo "make own      a class that no table knows describes itself in the real trainer, is converted and resumed (ten minutes)"
 	@echo "make elastic  kill a job of the real trainer and go on with other ranks, again and again, into tests/elastic/losses.md (ten minutes)"
 	@echo "make bench    convert 4 GB, compared with cp -r, paddle.load and others, into benchmarks/disk.md (ARGS=--quick)"
 	@echo "make scaling  how conversions gain from more cores, and where they wait; eight minutes (ARGS=--write: into benchmarks/scaling.md)"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from paddle_reshard.pipeline.changes.change import Altered, LeftOut
 from paddle_reshard.pipeline.checkpoint.checkpoint import DROPPED_MTP, Checkpoint
 from paddle_reshard.pipeline.checkpoint.stages import without_head
+from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DROPPABLE, HEAD, MTP
 from paddle_reshard.pipeline.model.rules.entries import config_entry, with_entry
@@ -41,7 +42,14 @@ def _excluded(before: Tensors, after: Tensors) -> Iterator[LeftOut]:
 def without_mtp(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint without what belongs to multi-token prediction; its ``config`` is still the source's."""
     model, tensors = checkpoint.model, checkpoint.catalog.tensors
-    items = model.table.mtp_items
+    items, entry = model.table.mtp_items, mtp_entry(model.config)
+    if model.table.described and not items and config_entry(model.config, entry):
+        raise PlanError(
+            f"--drop {MTP}: the description of {model.table.family} does not tell which tensors are of the layers of "
+            f"multi-token prediction that config.json announces ({entry}: {config_entry(model.config, entry)}), as "
+            "their numbers do not follow those of the decoder layers. Say it in a copy of the table, by an item with "
+            '"mtp": true to which their rows belong, each with "with_mtp": true, and pass that with --rules FILE'
+        )
     dropped = {tensor.key for tensor in model.tensors if tensor.rule.item in items}
     if not dropped:
         return checkpoint

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
+from math import prod
 from typing import Any, Final
 
 from paddle_reshard.pipeline.core.errors import RuleError, UsageError
@@ -36,10 +37,13 @@ Fused = Mapping[str, int | Sequence[int]]
 Shares = tuple[int, tuple[int, ...]]
 """A dim, and the extents of the parts that are fused along it, as a ratio; ``(0, (1,))``: one part."""
 
-_EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Entries of a config that count the routed experts of a layer."""
 _NAME: Final = re.compile(r"(?P<cls>.+)_(?P<number>\d+)\.(?P<kind>[wb])_(?P<index>\d+)")
 _COPY: Final = re.compile(r"(?P<of>.+)_deepcopy_\d+")
 _UNNAMED: Final = re.compile(r"(?P<cls>_eager_param_base)_(?P<number>\d+)")
+_MTP: Final = "mtp"
+"""The item of the layers behind the decoder layers, of multi-token prediction."""
 TIED: Final = "tied"
 """Layer class of what is never built by itself."""
 SOURCE: Final = "described from live parameters"
@@ -136,7 +140,7 @@ def described_table(
     for key in fused or ():
         if key not in rows:
             raise UsageError(f"fused: {key} is no key of the model; its keys are {', '.join(rows)}")
-    axis = _expert_axis(ranks)
+    axis, local = _expert_axis(ranks, prefix)
     items = _items(ranks, rows)
     table: dict[str, Any] = {
         "family": str(config.get("model_type") or kind),
@@ -145,7 +149,9 @@ def described_table(
         "comment": f"Described from {kind} with {job.words}.",
         "items": items,
         "expert_axis": axis,
-        "experts": _experts_entry(rows, ranks),
+        "local_experts": local or None,
+        "experts": _experts_entry(ranks, prefix, job.ep if local else 1),
+        "unsupported": _unsupported(ranks),
         "segmentation": _segmentation(ranks),
         "alternatives": _alternatives(rows, config),
         "described": [{**job.entries(), "names": False}],
@@ -188,37 +194,36 @@ def _check_whole(ranks: Sequence[RankFacts]) -> None:
 def _layer_prefix(ranks: Sequence[RankFacts]) -> str:
     """The beginning of the keys of decoder layers: ``model.layers.``."""
     config = ranks[0].config
-    if count_entry(config, mtp_entry(config)):
-        raise UsageError(
-            f"config.json announces {mtp_entry(config)}={config_entry(config, mtp_entry(config))!r}: layers of "
-            "multi-token prediction cannot be described; write their rows into a table by hand"
-        )
     numbers: dict[str, set[int]] = {}
-    keys: dict[str, int] = {}
+    keys: dict[str, list[Entry]] = {}
     for rank in ranks:
         for entry in rank.entries:
             if match := re.match(r"(?P<start>(?:[^.]*[^.\d][^.]*\.)*?)(?P<number>\d+)\.", entry.key):
                 numbers.setdefault(match["start"], set()).add(int(match["number"]))
-                keys[match["start"]] = keys.get(match["start"], 0) + 1
-    count = count_entry(config, LAYERS)
-    fitting = [start for start, found in numbers.items() if found == set(range(count))]
+                keys.setdefault(match["start"], []).append(entry)
+    count, more = count_entry(config, LAYERS), count_entry(config, mtp_entry(config))
+    counts = (set(range(count)), set(range(count + more)))
+    fitting = [start for start, found in numbers.items() if found in counts]
     if not fitting:
         found_words = ", ".join(f"{start}0 to {max(n)}" for start, n in numbers.items()) or "none"
         raise UsageError(
             f"no list of modules has as many numbers as the config has {LAYERS} ({count}); found: {found_words}"
         )
-    return max(fitting, key=lambda start: keys[start])
+    width = config_entry(config, "hidden_size")  # a tower for images can have as many layers
+    return max(
+        fitting, key=lambda start: (sum(width in entry.shape for entry in keys[start]), len(keys[start]))
+    )
 
 
 def _pattern(key: str, prefix: str, marked: bool) -> tuple[str, int | None]:
     """The row's key of a tensor, and the number of its layer."""
-    if not key.startswith(prefix) or not (number := key.removeprefix(prefix).partition(".")[0]).isdigit():
-        return key, None
-    rest = key.removeprefix(f"{prefix}{number}")
+    number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
+    start, layer = (f"{prefix}{number}", int(number)) if number.isdigit() else ("", None)
+    rest = key.removeprefix(start)
     experts = re.search(r"\.(?P<list>[^.]*)\.(?P<number>\d+)\.", rest)
     if experts and (marked or "expert" in experts["list"]):
         rest = f"{rest[: experts.start('number')]}{{expert}}{rest[experts.end('number') :]}"
-    return f"{prefix}{{layer}}{rest}", int(number)
+    return rest if layer is None else f"{prefix}{{layer}}{rest}", layer
 
 
 def _rows(ranks: Sequence[RankFacts], prefix: str) -> dict[str, _Row]:
@@ -268,6 +273,9 @@ def _add(row: _Row, rank: RankFacts, layer: int | None, entry: Entry) -> None:
     shape = list(entry.shape)
     if split is not None:
         shape[split] *= rank.job.tp
+    if rank.job.ep > 1 and entry.of_expert and "{expert}" not in row.key:
+        row.fields["shared_out"] = True
+        shape[0] *= rank.job.ep
     row.shapes.add(tuple(shape))
     apart = rank.job.ep > 1 and entry.of_expert  # in buffers of their own, whatever their color
     if not apart and row.fields.setdefault("color", entry.color) != entry.color:
@@ -283,9 +291,13 @@ def _cut(entry: Entry, job: Described) -> int | None:
     if job.tp == 1 or (entry.of_expert and job.ep > 1):
         return None
     by_whole = None
-    if entry.whole is not None and entry.whole != entry.shape:
-        cut = [d for d, (n, of) in enumerate(zip(entry.shape, entry.whole, strict=True)) if n != of]
-        if len(cut) != 1 or entry.shape[cut[0]] * job.tp != entry.whole[cut[0]]:
+    if entry.whole is not None and entry.whole != entry.shape and not _is_flat(entry):
+        cut = [d for d, (n, of) in enumerate(zip(entry.shape, entry.whole, strict=False)) if n != of]
+        if (
+            len(entry.shape) != len(entry.whole)
+            or len(cut) != 1
+            or entry.shape[cut[0]] * job.tp != entry.whole[cut[0]]
+        ):
             raise UsageError(
                 f"{entry.key}: sharded_state_dict says {entry.shape} of {entry.whole}, no cut of one dim by tp={job.tp}"
             )
@@ -301,6 +313,11 @@ def _cut(entry: Entry, job: Described) -> int | None:
             f"{entry.key}: is_distributed is set, and neither split_axis nor sharded_state_dict says which dim tp cuts"
         )
     return said.pop() if said else None
+
+
+def _is_flat(entry: Entry) -> bool:
+    """Whether the class saves it with two dims, what the first ones count one below the other."""
+    return len(entry.shape) > 2 and entry.whole == (prod(entry.shape[:-1]), entry.shape[-1])
 
 
 def _shape_of(row: _Row) -> dict[str, Any]:
@@ -334,37 +351,78 @@ def _parts_of(row: _Row, fused: Fused | None, said: Mapping[str, Shares]) -> dic
 # ---- experts, ties, marks
 
 
-def _expert_axis(ranks: Sequence[RankFacts]) -> str | None:
-    """``ep`` if its ranks have experts of their own, under global numbers."""
-    for rank in ranks:
-        for other in ranks:
-            if rank.pp_rank == other.pp_rank:
-                mine, theirs = (
-                    {entry.key for entry in of.entries if entry.of_expert} for of in (rank, other)
-                )
-                if rank.ep_rank == other.ep_rank or not mine:
-                    continue
-                if not mine & theirs:
-                    return "ep"
-                raise UsageError(
-                    f"{min(mine & theirs)}: marked as an expert of one rank of ep, and {other.ep_rank} has the key "
-                    "too: experts with local numbers, or stacked ones, cannot be described"
-                )
-    return None
-
-
-def _experts_entry(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> str | None:
-    config = ranks[0].config
-    numbers: set[int] = set()
-    for row in rows.values():
-        if "{expert}" in row.key:
-            pattern = re.compile(
-                re.escape(row.key).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"(\d+)")
+def _expert_axis(ranks: Sequence[RankFacts], prefix: str) -> tuple[str | None, bool]:
+    """``ep`` if its ranks have experts of their own, and whether each numbers them from 0 on."""
+    config, ep = ranks[0].config, ranks[0].job.ep
+    if ep == 1 or not any(entry.of_expert for rank in ranks for entry in rank.entries):
+        return None, False
+    counts = {count_entry(config, name) for name in EXPERTS}
+    shared = _of_every_expert_rank(ranks)
+    local = [key for key in shared if "{expert}" in _pattern(key, prefix, True)[0]]
+    numbers = _expert_numbers(map(shared.__getitem__, local), prefix)
+    if local and (numbers != {*range(len(numbers))} or len(numbers) * ep not in counts):
+        raise UsageError(
+            f"{local[0]}: marked as an expert of each rank of ep={ep}, which have the experts {sorted(numbers)}; "
+            "experts can be described under their numbers in the model, or from 0 on in each rank, together as many "
+            f"as the config counts ({', '.join(EXPERTS)})"
+        )
+    for key, entry in shared.items():
+        if key not in local and (len(entry.shape) != 3 or entry.shape[0] * ep not in counts):
+            raise UsageError(
+                f"{key}: each rank of ep={ep} has its own, of the shape {list(entry.shape)}; one tensor of a rank's "
+                "experts can be described if it has three dims, the first of which is the rank's share of the experts "
+                f"that the config counts ({', '.join(EXPERTS)})"
             )
-            numbers |= {int(m[1]) for rank in ranks for e in rank.entries if (m := pattern.fullmatch(e.key))}
+    return "ep", bool(local)
+
+
+def _of_every_expert_rank(ranks: Sequence[RankFacts]) -> dict[str, Entry]:
+    """The entries of experts that several ranks of ep have under one key."""
+    holders: dict[str, dict[int, Entry]] = {}
+    for rank in ranks:
+        for entry in rank.entries:
+            if entry.of_expert:
+                holders.setdefault(entry.key, {})[rank.ep_rank] = entry
+    return {key: min(of.items())[1] for key, of in holders.items() if len(of) > 1}
+
+
+def _expert_numbers(entries: Iterable[Entry], prefix: str) -> set[int]:
+    found = ((e.key.split("."), _pattern(e.key, prefix, e.of_expert)[0].split(".")) for e in entries)
+    return {int(key[row.index("{expert}")]) for key, row in found if "{expert}" in row}
+
+
+def _experts_entry(ranks: Sequence[RankFacts], prefix: str, shares: int) -> str | None:
+    """The entry of the config that counts the experts, of which the ranks' numbers are one of so many shares."""
+    numbers = _expert_numbers((entry for rank in ranks for entry in rank.entries), prefix)
     if not numbers:
         return None
-    return next((n for n in _EXPERTS if config_entry(config, n) == len(numbers) == max(numbers) + 1), None)
+    count = (max(numbers) + 1) * shares
+    return next(
+        (n for n in EXPERTS if config_entry(ranks[0].config, n) == len(numbers) * shares == count), None
+    )
+
+
+def _unsupported(ranks: Sequence[RankFacts]) -> list[dict[str, Any]] | None:
+    """The formats in which the class does not save its tensors as they are, each with the reason."""
+    ep, shared, config = ranks[0].job.ep, _of_every_expert_rank(ranks), ranks[0].config
+    why: dict[str, str] = {}
+    for entry in (entry for rank in ranks for entry in rank.entries):
+        whole = entry.whole
+        own = f"each rank of ep={ep} has its own {entry.key}, and such files have one tensor of a key"
+        if entry.key in shared:
+            why.setdefault("unified", own)
+        if whole is not None and len(whole) != len(entry.shape):
+            saved = (
+                f"sharded_state_dict() gives {entry.key} as {list(whole)}, and a rank has {list(entry.shape)}"
+            )
+            why.setdefault("flex", saved)
+        elif entry.key in shared and whole != (entry.shape[0] * ep, *entry.shape[1:]):
+            why.setdefault("flex", own)
+    entry_said = next((name for name in EXPERTS if count_entry(config, name)), LAYERS)
+    return [
+        {"entry": entry_said, "why": f"{said} ({ranks[0].kind}); choose another format", "formats": [format]}
+        for format, said in why.items()
+    ] or None
 
 
 def _tie(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> None:
@@ -410,7 +468,7 @@ def _mark(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str, axi
     for rank in ranks:
         for entry in rank.entries:
             row = rows[_pattern(entry.key, prefix, entry.of_expert)[0]]
-            of_rank = axis is not None and "{expert}" in row.key
+            of_rank = axis is not None and ("{expert}" in row.key or "shared_out" in row.fields)
             told = of_rank or row.split is not None
             if told and not entry.distributed:
                 row.fields["is_distributed"] = "never"
@@ -423,9 +481,10 @@ def _alternatives(rows: Mapping[str, _Row], config: Mapping[str, Any]) -> list[l
     every = set(range(count_entry(config, LAYERS)))
     kinds: dict[frozenset[int], list[str]] = {}
     for row in rows.values():
-        if "{layer}" in row.key and row.layers != every:
+        layers = row.layers & every
+        if layers and layers != every:
             rest = row.key.partition("{layer}.")[2]
-            kinds.setdefault(frozenset(row.layers), []).append(rest)
+            kinds.setdefault(frozenset(layers), []).append(rest)
     if sum(map(len, kinds)) == len(every) and set().union(*kinds) == every:
         return [list(kinds.values())] if kinds else []
     return None
@@ -436,57 +495,76 @@ def _alternatives(rows: Mapping[str, _Row], config: Mapping[str, Any]) -> list[l
 
 def _items(ranks: Sequence[RankFacts], rows: Mapping[str, _Row]) -> list[dict[str, Any]]:
     staged = next((rank for rank in ranks if rank.items), None)
+    config = ranks[0].config
+    fields: dict[str, dict[str, Any]] = {
+        "layer": {"repeated": True},
+        _MTP: {"mtp": True, "continues": "layer"},
+    }
     if staged is None:
-        found = [_part(key, rows) for key in rows]
+        found = [_part(row, rows, config) for row in rows.values()]
         return [
-            {"name": name, "layer_class": "", "repeated": name == "layer"}
-            for name in ("before", "layer", "after")
+            {"name": name, "layer_class": "", **fields.get(name, {})}
+            for name in ("before", "layer", _MTP, "after")
             if name in found
         ]
-    repeated = _layer_class(ranks, staged)
+    layers = _layer_places(ranks)
     items: list[dict[str, Any]] = []
     for number, kind in enumerate(staged.items):
-        if kind == repeated:
-            if not any(item.get("repeated") for item in items):
-                items.append({"name": "layer", "layer_class": kind, "repeated": True})
-        else:
-            items.append({"name": f"{kind} {number}", "layer_class": kind})
+        name = layers.get(number, f"{kind} {number}")
+        if name not in fields:
+            items.append({"name": name, "layer_class": kind})
+        elif name not in [item["name"] for item in items]:
+            items.append({"name": name, "layer_class": kind, **fields[name]})
+        elif (items[-1]["name"], items[-1]["layer_class"]) != (name, kind):
+            raise UsageError(
+                f"item {number} of the pipeline ({kind}) is a layer of the model behind {items[-1]['name']} "
+                f"({items[-1]['layer_class']}); layers of one kind have to be of one class, one after the other"
+            )
+    names = [item["name"] for item in items]
+    if _MTP in names and (following := names[names.index("layer") + 1]) != _MTP:
+        items[names.index(_MTP)]["built_before"] = following  # without stages it is in the list of the layers
     return items
 
 
-def _layer_class(ranks: Sequence[RankFacts], staged: RankFacts) -> str:
-    prefix = _layer_prefix(ranks)
-    kinds = {
-        staged.items[place]
-        for rank in ranks
-        for key, place in rank.places.items()
-        if _pattern(key, prefix, False)[1] is not None
-    }
-    if len(kinds) != 1:
-        raise UsageError(f"the decoder layers are of several pipeline classes: {', '.join(sorted(kinds))}")
-    return kinds.pop()
+def _layer_places(ranks: Sequence[RankFacts]) -> dict[int, str]:
+    """Number of an item of the pipeline that is a layer → ``layer``, or what those behind the decoder layers are."""
+    prefix, count = _layer_prefix(ranks), count_entry(ranks[0].config, LAYERS)
+    found: dict[int, str] = {}
+    for rank in ranks:
+        for key, place in rank.places.items():
+            if (number := _pattern(key, prefix, False)[1]) is not None:
+                found[place] = "layer" if number < count else _MTP
+    return found
 
 
 def _item_of(rows: Mapping[str, _Row], ranks: Sequence[RankFacts]) -> dict[str, str]:
     places = {key: place for rank in ranks for key, place in rank.places.items()}
     kinds = next((rank.items for rank in ranks if rank.items), ())
     found = {}
-    for key in rows:
-        if "{layer}" in key:
-            found[key] = "layer"
-        elif kinds and key not in places:
+    for key, row in rows.items():
+        part = _part(row, rows, ranks[0].config)
+        if not kinds or row.layers:
+            found[key] = part
+            continue
+        held = _tensors_of(key, places)
+        if not held:
             raise UsageError(f"{key}: in no item of the pipeline that was described")
-        else:
-            found[key] = f"{kinds[places[key]]} {places[key]}" if kinds else _part(key, rows)
+        found[key] = f"{kinds[places[held[0]]]} {places[held[0]]}"
     return found
 
 
-def _part(key: str, rows: Mapping[str, _Row]) -> str:
-    if "{layer}" in key:
-        return "layer"
+def _tensors_of(key: str, keys: Iterable[str]) -> list[str]:
+    """The keys of a row that has no layers: its own, or those of all experts."""
+    pattern = re.compile(re.escape(key).replace(r"\{expert\}", r"\d+"))
+    return [other for other in keys if pattern.fullmatch(other)]
+
+
+def _part(row: _Row, rows: Mapping[str, _Row], config: Mapping[str, Any]) -> str:
+    if row.layers:
+        return "layer" if min(row.layers) < count_entry(config, LAYERS) else _MTP
     keys = list(rows)
-    first = next(n for n, other in enumerate(keys) if "{layer}" in other)
-    return "before" if keys.index(key) < first else "after"
+    first = next(n for n, other in enumerate(rows.values()) if other.layers)
+    return "before" if keys.index(row.key) < first else "after"
 
 
 def _segmentation(ranks: Sequence[RankFacts]) -> str | None:
@@ -494,13 +572,13 @@ def _segmentation(ranks: Sequence[RankFacts]) -> str | None:
     staged = [rank for rank in ranks if rank.items and rank.segments]
     if not staged:
         return None
-    rank = staged[0]
-    repeated = _layer_class(ranks, rank)
+    rank, places = staged[0], _layer_places(ranks)
+    repeated = rank.items[min(place for place, name in places.items() if name == "layer")]
     parts = len(rank.segments) - 1
-    layers = [n for n, kind in enumerate(rank.items) if kind == repeated]
+    layers = [n for n, kind in enumerate(rank.items) if re.search(repeated, kind, re.IGNORECASE)]
     if len(layers) % parts == 0:
         each = len(layers) // parts
-        by_layer = (0, *(layers[each * part] for part in range(1, parts)), len(rank.items))
+        by_layer = (0, *(layers[each * part - 1] + 1 for part in range(1, parts)), len(rank.items))
         if by_layer == rank.segments:
             return f"layer:{repeated}"
     each, more = divmod(len(rank.items), parts)
@@ -697,10 +775,13 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {**a, **b}
     for name in ("items", "segmentation"):
         whole |= {name: (a, b)[staged][name]} if name in (a, b)[staged] else {}
+    if unsupported := {str(of["formats"]): of for t in (b, a) for of in t.get("unsupported", ())}:
+        whole["unsupported"] = list(unsupported.values())
     rows = [{row["key"]: row for row in entries["rules"]} for entries in (a, b)]
     copies = [_copies_of_stages(rows[n], rows[1 - n], (earlier, jobs[1])[n]) for n in (0, 1)]
     item_of = {key: row["item"] for key, row in rows[staged].items()}
     position = {item["name"]: n for n, item in enumerate(whole["items"])}
+    position |= {item["name"]: position[item["continues"]] for item in whole["items"] if "continues" in item}
     if any(item["layer_class"] for item in whole["items"]):
         if (order := list(rows[base])) != sorted(order, key=lambda key: position[item_of[key]]):
             raise UsageError(
@@ -821,7 +902,9 @@ def _joined_row(
             "jobs with the same class, into a new file"
         )
     joined = {
-        name: value for name, value in {**a, **b}.items() if name in b or name in ("huggingface", "color")
+        name: value
+        for name, value in {**a, **b}.items()
+        if name in b or name in ("huggingface", "color", "shared_out")
     }
     if "{expert}" not in key and a.get("color") != b.get("color"):
         raise UsageError(

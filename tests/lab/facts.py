@@ -50,10 +50,11 @@ BIASES = {"text_config": {"attention_bias": True}}
 """Of the language model of families of images; a switch like those of a config without sections."""
 HEADS = {
     "qwen2": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
-    "qwen3": ("SequenceClassification", "TokenClassification", "SentenceEmbedding"),
+    "qwen3": ("SequenceClassification", "TokenClassification", "SentenceEmbedding", "Model"),
     "deepseek_v3": ("SequenceClassification",),
 }
-"""Family → the heads of its classes with another than that for language models, or with none; none has a Pipe class."""
+"""Family → the heads of its classes with another than that for language models, or with none; none has a Pipe class.
+``Model`` is the base class, whose keys lack ``model.``."""
 LORA: dict[str, tuple[dict[str, Any], ...]] = {
     **dict.fromkeys(("llama", "phi3", "gpt_oss", "qwen2_5_vl"), ({"r": 4},)),
     "qwen3_moe": ({"r": 4}, {"r": 4, "target_modules": [".*self_attn.*_proj.*"]}),

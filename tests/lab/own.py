@@ -9,7 +9,10 @@ import json
 import lzma
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import paddle_reshard
 from tests.conftest import REPO
@@ -26,15 +29,36 @@ FOLDER = REPO / ".own"
 FACTS = REPO / "tests" / "facts" / "own.json.xz"
 
 
-def jobs(tied: bool) -> dict[str, Job]:
-    """The jobs of the class, by name."""
-    v2 = {"strategy": "stage1v2", "format": "hybrid"}
-    return {
-        "one": Job("own", tied=tied, export=True),
-        "ep2": Job("own", tied=tied, topology=Topology(sharding=2, ep=2), **v2),
-        "sharding4": Job("own", tied=tied, topology=Topology(sharding=4), **v2),
-        "source": Job("own", tied=tied, topology=Topology(tp=2, pp=2, ep=2), format="hybrid"),
-    }
+@dataclass(frozen=True)
+class Run:
+    """A model of the class, and the jobs between which its checkpoint goes."""
+
+    name: str
+    target: str
+    third: str
+    tied: bool = False
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def jobs(self) -> dict[str, Job]:
+        """The jobs of the class, by name."""
+        of = {"model": self.model, "tied": self.tied}
+        v2 = {"strategy": "stage1v2", "format": "hybrid", **of}
+        return {
+            "one": Job("own", export=True, **of),
+            "ep2": Job("own", topology=Topology(sharding=2, ep=2), **v2),
+            "sharding4": Job("own", topology=Topology(sharding=4), **v2),
+            "source": Job("own", topology=Topology(tp=2, pp=2, ep=2), format="hybrid", **of),
+        }
+
+
+RUNS = (
+    Run("tied", "sharding4", "ep2", tied=True),
+    Run("untied", "one", "ep2"),
+    *(
+        Run(kind, "ep2", "sharding4", model={"expert_kind": kind, "mtp_num_hidden_layers": 1})
+        for kind in ("stacked", "local")
+    ),
+)
 
 
 def published(job: Path, rules: Path, over: Path) -> list[str]:
@@ -52,38 +76,51 @@ def published(job: Path, rules: Path, over: Path) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Run, convert, compare and resume; ``--keep`` renews what tests read."""
-    wrong: list[str] = []
+def check_run(run: Run, lab: Laboratory, folder: Path) -> tuple[list[str], dict[str, list[object]]]:
+    """Let the jobs describe themselves, convert and resume; return what is wrong, and what the ranks held."""
+    known = run.jobs()
+    shutil.rmtree(folder, ignore_errors=True)
+    wrong = [*filter(None, (lab.run(known[name], folder / name / "job") for name in ("one", "ep2")))]
+    draw = Draw(0, known["source"], known[run.target], known[run.third], resumes=True)
+    outcome = check(draw, lab, folder / "draw")
+    wrong += [*outcome.wrong, *outcome.refused.values()]
+    say(f"{run.name}: {draw.source} -> {draw.target}: {outcome.tensors} tensors equal to memory")
+    wrong += published(folder / "one" / "job", folder / "rules.json", folder / "published")
     facts: dict[str, list[object]] = {}
+    for name, out in (("one", "one/job"), ("ep2", "ep2/job"), ("source", "draw/source")):
+        ranks = sorted((folder / out).glob("facts_*.json"))
+        facts[f"{name} {run.name}"] = [json.loads(path.read_text()) for path in ranks]
+    return wrong, facts
+
+
+def main() -> int:
+    """Run, convert, compare and resume what is named, or all; ``--keep`` renews what tests read of it."""
+    named = [name for name in sys.argv[1:] if name != "--keep"]
+    runs = [run for run in RUNS if run.name in named or not named]
+    wrong: list[str] = []
+    facts = json.loads(lzma.decompress(FACTS.read_bytes()))
     try:
         with alone(FOLDER), Laboratory() as lab:
-            for tied, target in ((True, "sharding4"), (False, "one")):
-                folder, known = FOLDER / target, jobs(tied)
-                shutil.rmtree(folder, ignore_errors=True)
-                for name in ("one", "ep2"):
-                    wrong += filter(None, [lab.run(known[name], folder / name / "job")])
-                draw = Draw(0, known["source"], known[target], known["ep2"], resumes=True)
-                outcome = check(draw, lab, folder / "draw")
-                wrong += [*outcome.wrong, *outcome.refused.values()]
-                say(f"tied={tied} {draw.source} -> {draw.target}: {outcome.tensors} tensors equal to memory")
-                wrong += published(folder / "one" / "job", folder / "rules.json", folder / "published")
-                for name, out in (("one", "one/job"), ("ep2", "ep2/job"), ("source", "draw/source")):
-                    ranks = sorted((folder / out).glob("facts_*.json"))
-                    facts[f"{name}{' tied' * tied}"] = [json.loads(path.read_text()) for path in ranks]
+            for run in runs:
+                found, held = check_run(run, lab, FOLDER / run.name)
+                wrong, facts = [*wrong, *found], facts | held
     except LabError as error:
         say(f"own: {error}")
         return 2
     for line in wrong:
         say(line)
-    if "--keep" in sys.argv[1:] and not wrong:
-        keep(FOLDER / "sharding4" / "draw", "drawn_own")
-        export = FOLDER / "one" / "published" / "own_export"
-        shutil.copytree(FOLDER / "one" / "one" / "job" / "hf-export", export)
-        shutil.copy(FOLDER / "one" / "rules.json", export)
-        pack(export, FACTS.with_name("own_export.tar.xz"))
-        FACTS.write_bytes(lzma.compress(json.dumps(facts).encode(), preset=9))
-    return 1 if wrong else 0
+    if "--keep" not in sys.argv[1:] or wrong:
+        return 1 if wrong else 0
+    for run in runs:
+        if run.name == "untied":
+            export = FOLDER / run.name / "published" / "own_export"
+            shutil.copytree(FOLDER / run.name / "one" / "job" / "hf-export", export)
+            shutil.copy(FOLDER / run.name / "rules.json", export)
+            pack(export, FACTS.with_name("own_export.tar.xz"))
+        else:
+            keep(FOLDER / run.name / "draw", f"drawn_own_{run.name}".removesuffix("_tied"))
+    FACTS.write_bytes(lzma.compress(json.dumps(facts).encode(), preset=9))
+    return 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def placed(
 ):
     group = ShardingGroup(strategy, 2, {} if slices is None else {KEY: slices})
     copies = group.copies(cell(**facts), KEY, state, arrays)
-    return [[(array.path, array.flat) for array in copy] for copy in copies]
+    return [[(array.path, array.flat) for array in copy] for _, copy in copies]
 
 
 def test_slices_make_one_copy_in_the_order_of_their_ranks() -> None:
@@ -49,7 +49,7 @@ def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> Non
     parts = (ArrayRef(100, "f4", (5,), None, None), ArrayRef(300, "f4", (251,), None, None))
     split = StoredArray(0, "rank0", SplitArray(parts, (256,)))
     group = ShardingGroup("stage1v2", 1, {KEY: {0: (0, 256)}})
-    (copy,) = group.copies(cell(), KEY, MASTER_WEIGHT, [split])
+    [(_, copy)] = group.copies(cell(), KEY, MASTER_WEIGHT, [split])
     assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, 256))]
 
 

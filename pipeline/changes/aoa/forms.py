@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import combinations
 from typing import Any, Final
 
 from paddle_reshard.pipeline.changes.aoa.language import AoaProgram, Cast, Fused, Rename, Statement, parse_aoa
@@ -20,9 +21,10 @@ from paddle_reshard.pipeline.core.errors import ReshardError, RuleError, UsageEr
 from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import Tensor
-from paddle_reshard.pipeline.model.described import RankFacts, Shares, whole_tensors
+from paddle_reshard.pipeline.model.described import EXPERTS, RankFacts, Shares, whole_tensors
 from paddle_reshard.pipeline.model.forms import Span, spans_of
 from paddle_reshard.pipeline.model.model import ModelTensor
+from paddle_reshard.pipeline.model.rules.entries import Config, count_entry
 from paddle_reshard.pipeline.model.rules.parse import typed_table
 from paddle_reshard.pipeline.model.rules.rule import HuggingFaceForm, Rule, form_of
 
@@ -104,7 +106,8 @@ def with_forms(table: Mapping[str, Any], ranks: Sequence[RankFacts]) -> dict[str
     try:
         programs = _programs(facts)
         tensors = whole_tensors(typed_table(dict(table)), ranks)
-        of_maps = [_forms_of_rows(program, tensors) for program in programs.values()]
+        shapes = _shapes_saved(tensors, ranks)
+        of_maps = [_forms_of_rows(program, tensors, shapes, facts.config) for program in programs.values()]
     except ReshardError as error:
         return _saying(table, f"the maps of {facts.kind} do not fit the model: {error}")
     if not of_maps:
@@ -135,11 +138,17 @@ def _saying(table: Mapping[str, Any], why: str) -> dict[str, Any]:
 
 def _same_keys(forms: Mapping[str, HuggingFaceForm]) -> list[str]:
     """The rows with a key that another row has, too."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, list[tuple[str, list[str]]]] = {}
     for row, form in forms.items():
         for key in form.tensors:
-            rows.setdefault(form_of(key), []).append(row)
-    return [row for of_key in rows.values() if len(of_key) > 1 for row in of_key]
+            rows.setdefault(form_of(key), []).append((row, key.split(".")))
+    pairs = (pair for of_key in rows.values() for pair in combinations(of_key, 2))
+    return [row for a, b in pairs if _may_be_same(a[1], b[1]) for row in (a[0], b[0])]
+
+
+def _may_be_same(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Whether two keys, in words, can be one: ``layers.{layer}.w`` and ``layers.0.w``."""
+    return all(one == other or "{" in one + other for one, other in zip(a, b, strict=True))
 
 
 def _json_of(form: HuggingFaceForm | None, facts: RankFacts) -> dict[str, Any]:
@@ -156,10 +165,10 @@ def _json_of(form: HuggingFaceForm | None, facts: RankFacts) -> dict[str, Any]:
 
 
 def _forms_of_rows(
-    program: AoaProgram, tensors: Mapping[str, ModelTensor]
+    program: AoaProgram, tensors: Mapping[str, ModelTensor], shapes: Mapping[str, Shape], config: Config
 ) -> dict[str, HuggingFaceForm | None]:
     """Key of a row → the form of its tensors; ``None`` if a row cannot say it."""
-    of_tensors = _forms_of_tensors(_made(program, tensors), tensors)
+    of_tensors = _forms_of_tensors(_made(program, tensors, shapes), tensors, shapes, config)
     of_rows: dict[str, list[tuple[str, HuggingFaceForm | None]]] = {}
     for key, tensor in tensors.items():
         of_rows.setdefault(tensor.rule.key, []).append((key, of_tensors.get(key)))
@@ -167,14 +176,16 @@ def _forms_of_rows(
     return {key: _form_of_row(rules[key], found) for key, found in of_rows.items()}
 
 
-def _made(program: AoaProgram, tensors: Mapping[str, ModelTensor]) -> dict[str, Value]:
+def _made(
+    program: AoaProgram, tensors: Mapping[str, ModelTensor], shapes: Mapping[str, Shape]
+) -> dict[str, Value]:
     """Key in a Hugging Face checkpoint → the boxes of the model's tensors of which the map makes it."""
     aliases: dict[str, list[str]] = {}
     for key, tensor in tensors.items():
         if tensor.tied_to is not None:
             aliases.setdefault(tensor.tied_to, []).append(key)
     own = [
-        Tensor(key, _NO_PARAMETER, tensor.dtype, tensor.global_shape, tuple(aliases.get(key, ())))
+        Tensor(key, _NO_PARAMETER, tensor.dtype, shapes[key], tuple(aliases.get(key, ())))
         for key, tensor in tensors.items()
         if tensor.tied_to is None
     ]
@@ -183,8 +194,22 @@ def _made(program: AoaProgram, tensors: Mapping[str, ModelTensor]) -> dict[str, 
     return run.outputs()
 
 
+def _shapes_saved(tensors: Mapping[str, ModelTensor], ranks: Sequence[RankFacts]) -> dict[str, Shape]:
+    """The shapes by which maps know tensors: stacked experts may be one below the other there (``fd_fallback``)."""
+    flat = {
+        entry.key: entry.whole
+        for rank in ranks
+        for entry in rank.entries
+        if entry.whole is not None and len(entry.whole) != len(entry.shape)
+    }
+    return {key: flat.get(key, tensor.global_shape) for key, tensor in tensors.items()}
+
+
 def _forms_of_tensors(
-    made: Mapping[str, Value], tensors: Mapping[str, ModelTensor]
+    made: Mapping[str, Value],
+    tensors: Mapping[str, ModelTensor],
+    shapes: Mapping[str, Shape],
+    config: Config,
 ) -> dict[str, HuggingFaceForm]:
     parts: dict[str, dict[str, Value]] = {}
     mixed: set[str] = set()
@@ -198,7 +223,8 @@ def _forms_of_tensors(
         else:
             parts.setdefault(owner, {})[there] = value
     found = {
-        key: _form_of_tensor(key, tensors[key].global_shape, of_key)
+        key: (tensors[key].global_shape == shapes[key] and _form_of_tensor(key, shapes[key], of_key))
+        or _form_of_experts(key, shapes[key], of_key, config)
         for key, of_key in parts.items()
         if key not in mixed
     }
@@ -244,24 +270,51 @@ def _form_of_tensor(key: str, shape: Shape, parts: Mapping[str, Value]) -> Huggi
     return form if fits else None
 
 
+def _form_of_experts(
+    key: str, shape: Shape, parts: Mapping[str, Value], config: Config
+) -> HuggingFaceForm | None:
+    """The form of a tensor with all experts of a layer one below the other, of which each has parts of its own."""
+    for entry in EXPERTS:
+        count = count_entry(config, entry)
+        if len(shape) != 2 or not count or shape[0] % count:
+            continue
+        rows = shape[0] // count
+        of_experts: list[dict[str, Value]] = [{} for _ in range(count)]
+        for there, value in parts.items():
+            expert = value.segments[0].start[0] // rows
+            moved = (replace(s, start=(s.start[0] - expert * rows, *s.start[1:])) for s in value.segments)
+            of_experts[expert][there] = replace(value, segments=tuple(moved))
+        forms = [_form_of_tensor(key, (rows, shape[1]), of_expert) for of_expert in of_experts]
+        numbers = [{"expert": str(expert)} for expert in range(count)]
+        if (form := _form_of_all(numbers, forms)) is not None:
+            return replace(form, stacked=entry)
+    return None
+
+
 # ---- from tensors to their row
 
 
 def _form_of_row(rule: Rule, found: Sequence[tuple[str, HuggingFaceForm | None]]) -> HuggingFaceForm | None:
     """The form of a row, if all of its tensors have it, with the numbers of their keys."""
-    forms = [form for _, form in found if form is not None]
-    if len(forms) < len(found) or len({replace(form, keys=()) for form in forms}) > 1:
+    return _form_of_all([rule.numbers(key) for key, _ in found], [form for _, form in found])
+
+
+def _form_of_all(
+    numbers: Sequence[Mapping[str, str]], of_each: Sequence[HuggingFaceForm | None]
+) -> HuggingFaceForm | None:
+    """The form of all, if they have the same, with placeholders for the numbers of each."""
+    forms = [form for form in of_each if form is not None]
+    if len(forms) < len(of_each) or len({replace(form, keys=()) for form in forms}) > 1:
         return None
     spelled = list(zip(*(form.keys for form in forms), strict=False))
     if len({len(form.keys) for form in forms}) > 1:
         return None
-    keys = [_template(rule, [key for key, _ in found], of_part) for of_part in spelled]
+    keys = [_template(numbers, of_part) for of_part in spelled]
     return replace(forms[0], keys=tuple(key for key in keys if key)) if all(keys) else None
 
 
-def _template(rule: Rule, keys: Sequence[str], spelled: Sequence[str]) -> str | None:
-    """The key of a part of a row with placeholders, from those of all of its tensors."""
-    numbers = [rule.numbers(key) for key in keys]
+def _template(numbers: Sequence[Mapping[str, str]], spelled: Sequence[str]) -> str | None:
+    """The key of a part with placeholders, from those of all tensors, each with its numbers."""
     words = [key.split(".") for key in spelled]
     if len({len(of_key) for of_key in words}) > 1:
         return None

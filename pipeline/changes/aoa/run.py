@@ -76,12 +76,14 @@ class Interpreter:
             expanded = expand(written, keys)
             if not expanded:
                 made = Keys(name.text for statement in statements for name in statement.right)
-                if expand(written, made):
+                expanded = expand(written, made)
+                if expanded and not self.program.reverse:  # reversed, they are all that was made of them
                     raise written.refused(
                         "placeholders take numbers from the keys of the source, but only earlier statements make "
                         "these names; write the numbers out"
                     )
-                self.idle.append(written.where)
+                if not expanded:
+                    self.idle.append(written.where)
             statements += expanded
         return statements
 

@@ -51,19 +51,19 @@ class ShardingGroup:
 
     def copies(
         self, cell: StoredCell, key: str, state: str, arrays: list[StoredArray]
-    ) -> Iterator[list[LocatedArray]]:
-        """The located arrays of each copy of a tensor, which must be those of a group with this strategy."""
+    ) -> Iterator[tuple[int, list[LocatedArray]]]:
+        """Each copy of a tensor, as its arrays are numbered, and where these lie as the strategy has it."""
         copies = [arrays]
         if len(arrays) > 1:
             copies = [list(of_copy) for _, of_copy in groupby(arrays, key=lambda stored: stored.copy)]
         for of_group in copies:
             if key in self.slices and not whole_in_model_state(state):
-                yield list(self._located_slices(key, state, of_group, self.slices[key]))
+                yield of_group[0].copy, list(self._located_slices(key, state, of_group, self.slices[key]))
                 continue
             self._check_holders(key, state, of_group)
             for stored in of_group:
                 self._check_whole(cell, key, state, stored)
-                yield list(_located_array(stored, None))
+                yield stored.copy, list(_located_array(stored, None))
 
     def _check_holders(self, key: str, state: str, arrays: list[StoredArray]) -> None:
         """Check how many ranks hold the whole of a tensor; each has a copy."""

@@ -701,8 +701,11 @@ class _HybridCatalogBuilder:
         index = self._tensor(key, state, dtype, tensor.global_shape, arrays[0].path)
         rank = cell.tp if cut.dim is not None else 0
         shown, local_shape = shown_in_file(cell, tensor, state), cell.shapes[key]
-        for number, copy in enumerate(group.copies(cell, key, state, arrays)):
-            rank = number if tensor.rule.shared_out and self.topology.ep > 1 else rank
+        for number, copy in group.copies(cell, key, state, arrays):
+            if tensor.rule.shared_out and self.topology.ep > 1:
+                rank = (
+                    cell.ep + number
+                )  # one of the two is 0: a cell that is joined of several has none of its own
             replica = self.stored.copy(index, rank)
             for path, byte_offset, flat, axes in copy:
                 start, stop = flat or (0, 0)

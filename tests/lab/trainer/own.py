@@ -1,10 +1,13 @@
 """A class that no rule table of the package knows, as users write them: attention, head and experts of its own.
 
 One layer is dense and the others have experts, whole on a rank of ep; keys and values are one fused tensor; every
-head has a temperature, cut by tp by hand.
+head has a temperature, cut by tp by hand. ``expert_kind`` is what a rank calls its experts: ``listed`` under their
+numbers in the model, ``local`` under its own from 0 on, ``stacked`` in one tensor. ``mtp_num_hidden_layers`` further
+layers, of another class, follow the decoder layers under their numbers.
 """
 
 import dataclasses
+import itertools
 import json
 
 import paddle
@@ -20,7 +23,7 @@ from paddle.distributed.fleet.meta_parallel import (
     SharedLayerDesc,
     VocabParallelEmbedding,
 )
-from paddle.distributed.flex_checkpoint.dcp.sharded_weight import build_sharded_state_dict
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight, build_sharded_state_dict
 from paddleformers.nn.pp_model import GeneralModelForCausalLMPipe
 from paddleformers.transformers import PretrainedConfig, PretrainedModel
 from paddleformers.transformers.model_utils import PipelinePretrainedModel
@@ -44,7 +47,7 @@ class OwnConfig(PretrainedConfig):
     model_type = "own"
 
     def __init__(self, **entries):
-        for name, value in SIZES.items():
+        for name, value in {**SIZES, "expert_kind": "listed", "mtp_num_hidden_layers": 0}.items():
             setattr(self, name, entries.pop(name, value))
         super().__init__(**entries)
 
@@ -116,6 +119,30 @@ class OwnExpert(nn.Layer):
         return self.down(F.gelu(self.up(x)))
 
 
+class OwnStacked(nn.Layer):
+    """The experts of a rank in one tensor, as the library's ``fd_fallback`` has them: saved with two dims."""
+
+    def __init__(self, config, mine):
+        super().__init__()
+        self.mine, self.of = mine, config.num_experts
+        self.up = self.create_parameter([len(mine), config.hidden_size, config.intermediate_size])
+        self.down = self.create_parameter([len(mine), config.intermediate_size, config.hidden_size])
+
+    def __iter__(self):
+        for up, down in zip(self.up, self.down, strict=True):
+            yield lambda x, up=up, down=down: F.gelu(x.matmul(up)).matmul(down)
+
+    def sharded_state_dict(self, structured_name_prefix=""):
+        held = {}
+        for name, tensor in (("up", self.up), ("down", self.down)):
+            count, rows, columns = tensor.shape
+            flat = tensor.reshape([count * rows, columns])
+            whole, start = (self.of * rows, columns), (self.mine.start * rows, 0)
+            key = f"{structured_name_prefix}{name}"
+            held[key] = ShardedWeight(key, flat, tuple(flat.shape), whole, start)
+        return held
+
+
 class OwnExperts(nn.Layer):
     """Every token to every expert, weighted; a rank of ep has its share of the experts, under their own numbers."""
 
@@ -127,7 +154,16 @@ class OwnExperts(nn.Layer):
         first = count * (self.group.rank if over else 0)
         self.mine = range(first, first + count)
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias_attr=False)
-        self.experts = nn.LayerDict({str(n): OwnExpert(config) for n in self.mine})
+        if config.expert_kind == "stacked":
+            self.experts = OwnStacked(config, self.mine)
+        elif config.expert_kind == "local":
+            self.experts = nn.LayerList([OwnExpert(config) for _ in self.mine])
+        else:
+            self.experts = nn.LayerDict({str(n): OwnExpert(config) for n in self.mine})
+        if over and config.expert_kind != "listed":
+            import truth
+
+            truth.RECIPE |= {"rank": self.group.rank, "world": self.group.nranks, "local_ids": True}
         self.replicated = config.tensor_model_parallel_size > 1
         for parameter in self.experts.parameters() if over else ():
             parameter.is_distributed = parameter.no_sync = parameter.expert = True
@@ -142,9 +178,10 @@ class OwnExperts(nn.Layer):
         if self.group is not None:
             gather = models.CopyToRanks if self.replicated else models.GatherTokens
             tokens, shares = (gather.apply(y, self.group) for y in (tokens, shares))
+        experts = self.experts.values() if isinstance(self.experts, nn.LayerDict) else self.experts
         out = sum(
-            expert(tokens.astype(x.dtype)).astype("float32") * shares[..., int(number)].unsqueeze(-1)
-            for number, expert in self.experts.items()
+            expert(tokens.astype(x.dtype)).astype("float32") * shares[..., number].unsqueeze(-1)
+            for number, expert in zip(self.mine, experts, strict=True)
         )
         if self.group is not None:
             out = (models.SumOfRanks if self.replicated else models.ScatterTokens).apply(out, self.group)
@@ -163,6 +200,23 @@ class OwnBlock(nn.Layer):
         x = x[0] if isinstance(x, tuple) else x
         x = x + self.attention(self.before(x))
         return x + self.mlp(self.after(x))
+
+
+class OwnNext(OwnBlock):
+    """A layer of multi-token prediction, as far as a checkpoint tells: one more, with a projection of its own."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x):
+        x = x[0] if isinstance(x, tuple) else x
+        return x + super().forward(self.mix(x))
+
+
+def blocks(config):
+    """The class of every layer, in order."""
+    return [OwnBlock] * config.num_hidden_layers + [OwnNext] * config.mtp_num_hidden_layers
 
 
 class OwnWords(nn.Layer):
@@ -222,7 +276,7 @@ class OwnBody(nn.Layer):
     def __init__(self, config):
         super().__init__()
         self.embed = OwnWords(config)
-        self.layers = nn.LayerList([OwnBlock(config, n) for n in range(config.num_hidden_layers)])
+        self.layers = nn.LayerList([kind(config, n) for n, kind in enumerate(blocks(config))])
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -237,6 +291,18 @@ class OwnMaps:
     transpose_weight_keys = ("query", "out", "up", "down", "proj")
 
     @classmethod
+    def of_experts(cls, config):
+        if config.expert_kind == "stacked":
+            for layer, name in itertools.product(range(1, len(blocks(config))), ("up", "down")):
+                one = f"model.layers.{layer}.moe.$.{name}.weight"
+                keys = [one.replace("$", str(n)) for n in range(config.num_experts)]
+                yield from (f"{key}^T -> {key}" for key in keys)
+                yield f"{','.join(keys)} -> model.layers.{layer}.mlp.experts.{name}, axis=0"
+            return
+        yield from (f"{EXPERT_THERE}.{name}.weight^T -> {EXPERT}.{name}.weight" for name in ("up", "down"))
+        yield f"{EXPERT_THERE}.up.bias -> {EXPERT}.up.bias"
+
+    @classmethod
     def _gen_aoa_config(cls, config):
         made = f"{LAYER}.attention.keys_and_values.weight"
         return {
@@ -249,8 +315,8 @@ class OwnMaps:
                 ),
                 f"{LAYER}.attention.k.weight^T, {LAYER}.attention.v.weight^T -> {made}, fused_ffn",
                 *(f"{LAYER}.dense.{name}.weight^T -> {LAYER}.mlp.{name}.weight" for name in ("up", "down")),
-                *(f"{EXPERT_THERE}.{name}.weight^T -> {EXPERT}.{name}.weight" for name in ("up", "down")),
-                f"{EXPERT_THERE}.up.bias -> {EXPERT}.up.bias",
+                *cls.of_experts(config),
+                *(f"{LAYER}.mix.{part} -> {LAYER}.mix.{part}" for part in ("weight", "bias")),
                 f"{LAYER}.moe.router.weight^T -> {LAYER}.mlp.router.weight",
                 *(
                     ["embed_tokens.weight -> answer.words.weight"]
@@ -287,8 +353,8 @@ class OwnForCausalLMPipe(OwnMaps, PipelinePretrainedModel, PipelineLayer):
             return LayerDesc(made, config=config)
 
         self.add_sequential_layer(end(OwnWords), "model.embed")
-        for n in range(config.num_hidden_layers):
-            self.add_sequential_layer(LayerDesc(OwnBlock, config=config, layer_idx=n), f"model.layers.{n}")
+        for n, kind in enumerate(blocks(config)):
+            self.add_sequential_layer(LayerDesc(kind, config=config, layer_idx=n), f"model.layers.{n}")
         self.add_sequential_layer(end(OwnAnswer), "answer")
         PipelineLayer.__init__(
             self,

@@ -257,8 +257,12 @@ def start_by_key(family: str, config: Any, model: Any, args: Any) -> None:
                 continue
             head = key in ("lm_head.weight", "answer.words.weight")
             named = words if head and config.tie_word_embeddings else key
+            named, _, share = truth.global_key(named, truth.local_experts(state)).partition("@ep")
             shape = [int(size) for size in tensor.shape]
-            if truth.is_tp(key, tensor, args):
+            if share:  # of one tensor of all experts
+                whole = value_of(named, [shape[0] * truth.RECIPE["world"], *shape[1:]])
+                value = np.split(whole, truth.RECIPE["world"])[int(share)]
+            elif truth.is_tp(key, tensor, args):
                 axis = truth.tp_axis(key, tensor)
                 shape[axis] *= degree
                 value = truth.cut_by_key(value_of(named, shape), key, axis, config, args)

@@ -63,7 +63,7 @@ def global_key(key, experts_of_a_rank):
     """The key in the whole model; fused experts, one parameter for all of a rank, are marked with the rank."""
     if not RECIPE["local_ids"]:
         return key
-    if RECIPE["world"] > 1 and re.search(r"\.experts\.(up_gate_proj|down_proj)\.", key):
+    if RECIPE["world"] > 1 and re.search(r"\.experts\.(up_gate_proj\.|down_proj\.|up$|down$)", key):
         return f"{key}@ep{RECIPE['rank']}"
     first = RECIPE["rank"] * experts_of_a_rank
     return re.sub(r"(\.experts\.)(\d+)(?=\.)", lambda m: f"{m[1]}{int(m[2]) + first}", key)
