@@ -29,7 +29,7 @@ help:
 	@echo "make mutants  plant small errors in a copy of the code, one after the other, and see whether the nearest tests notice (ARGS=flush: some)"
 	@echo "make schemas  write the schema of --json from the types of the answers"
 	@echo "make fuzz     longer fuzzing of everything that reads a checkpoint, and of conversions between random topologies"
-	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; an hour)"
+	@echo "make parity   resume the real trainer from our conversions (needs Python 3.11; half an hour)"
 	@echo "make lab      the environment of the real trainer (needs Python 3.11)"
 	@echo "make again    make a sample of the corpus again in the real trainer, and compare (ARGS='moe/moe_mp2')"
 	@echo "make draws    real jobs drawn by chance, converted, and held against live memory and real files (ARGS='--seed 7 --count 40')"
