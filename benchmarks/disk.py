@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -101,13 +101,6 @@ THREADS_LIMIT, RAY_LIMIT = 1.3, 1.6
 TO_HUGGING_FACE = Conversion(
     "to Hugging Face", None, strategy=None, goal=1.1, limit=3.7, options=(("format", "huggingface"),)
 )
-FINGERPRINTED = (
-    TO_HUGGING_FACE,
-    Conversion("to flex", None, strategy=None, options=(("format", "flex"),)),
-    Conversion("tp, pp, sharding change", "tp=4,sharding=4"),
-)
-FINGERPRINT_GOAL, FINGERPRINT_LIMIT = 1.4, 1.5
-"""Ratio of processor time with ``fingerprint="known"`` to that without, where all bytes pass through memory."""
 TO_SINGLE_CARD = Conversion("to a single card", "tp=1", strategy=None, memory="256MiB")
 
 
@@ -443,28 +436,6 @@ class Bench:
             "core."
         )
 
-    def fingerprints(self) -> str:
-        """Processor time of conversions that record fingerprints, in memory."""
-        runs = alternate(
-            {
-                f"{c.name}, {mode}": self.ours(replace(c, options=(*c.options, ("fingerprint", mode))))
-                for c in FINGERPRINTED
-                for mode in ("off", "known")
-            },
-            self.rounds,
-            say,
-        )
-        rows = []
-        for c in FINGERPRINTED:
-            off, known = (runs[f"{c.name}, {mode}"] for mode in ("off", "known"))
-            ratio = ratio_of_rounds(known, off, "cpu_seconds")
-            self._judge(
-                f"{c.name}: CPU with fingerprints ÷ without", FINGERPRINT_GOAL, ratio, FINGERPRINT_LIMIT
-            )
-            seconds = (f"{median(found, 'cpu_seconds'):.2f}" for found in (off, known))
-            rows.append((c.name, *seconds, f"{ratio:.2f}"))
-        return table(("in memory", "CPU s", "with `--fingerprint known`", "÷"), rows)
-
 
 NAIVE = "`paddle.load`, concat, `paddle.save`"
 NAIVE_34 = "`paddle.load(num_workers=8)`, concat, `paddle.save` of protocol 5 (emulated)"
@@ -517,7 +488,6 @@ SECTIONS = (
     "peers",
     "workers",
     "verify",
-    "fingerprints",
     "driver",
     "planning",
     "metadata",
@@ -577,7 +547,6 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
         "peers": ("Against loading everything", bench.against_peers),
         "workers": ("One worker, two workers", partial(bench.in_memory, Bench.workers)),
         "verify": ("Comparing two checkpoints", partial(bench.in_memory, Bench.verification)),
-        "fingerprints": ("Recording fingerprints", partial(bench.in_memory, Bench.fingerprints)),
         "driver": ("The driver of a cluster, whose workers do nothing", partial(alone, "driver", *quick)),
         "planning": ("Planning", partial(alone, "planning", *quick)),
         "metadata": (

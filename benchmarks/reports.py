@@ -42,7 +42,7 @@ CASES = (
     (
         "pipeline",
         "mp2pp2sh2_s1v2_meta_ema",
-        ["--to", "pp=4,sharding=2", "--fingerprint", "full"],
+        ["--to", "pp=4,sharding=2"],
         "model.layers.1",
         "light",
     ),

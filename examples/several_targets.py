@@ -31,7 +31,7 @@ def main(source: str, folder: str) -> None:
     for summary in training.states:
         print(f"  {summary.state}: {summary.tensors} tensors, {summary.elements:,} elements")
     targets = targets_below(Path(folder), training)
-    options: pr.ConversionOptions = {"memory": "512MiB", "check": "full"}
+    options: pr.ConversionOptions = {"memory": "512MiB"}
     planned = pr.plan(source, targets, **options)
     for name, fact in planned.facts():
         print(f"{name:>12}  {fact}")

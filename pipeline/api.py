@@ -117,7 +117,6 @@ def convert(
 def clean(
     target: PathLike,
     *,
-    take_over: bool = False,
     storage_options: StorageOptions | None = None,
     allow_scheme: Sequence[str] = (),
 ) -> tuple[str, ...]:
@@ -125,14 +124,12 @@ def clean(
 
     Parameters
     ----------
-    take_over
-        Ignore the lock of a conversion on another machine.
 
     Raises
     ------
     TargetError
-        If the conversion is running, or its lock has not expired.
+        If the conversion is running, or ended on another machine less than two minutes ago.
     """
     access = target_access({"storage_options": storage_options, "allow_scheme": allow_scheme})
-    unfinished = open_target(os.fspath(target), access, Permission(resume=True, take_over=take_over))
+    unfinished = open_target(os.fspath(target), access, Permission(resume=True))
     return tuple(unfinished.clean())

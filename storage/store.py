@@ -32,8 +32,6 @@ class Permission(NamedTuple):
     """A finished conversion, which is replaced if its manifest lists all that lies there."""
     resume: bool = False
     """An unfinished conversion, which is continued."""
-    take_over: bool = False
-    """An unfinished conversion whose process, on another machine, may still be running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +105,6 @@ class Record:
     """Number of a group; the numbers of carried files follow those of the groups."""
     receipts: tuple[Receipt, ...]
     drift: tuple[str, ...] = ()
-    sums: tuple[tuple[int, int, str, int], ...] = ()
-    """What it adds to fingerprints: tensor, dtype, remainder in hexadecimal digits, elements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +44,6 @@ class DeviceBox:
 
 class Mover:
     """Moves boxes between the bands and the parts of a group, in host memory with NumPy."""
-
-    on_host: ClassVar[bool] = True
-    """Whether bands and parts are in host memory."""
 
     def allocate(self, nbytes: int, byte_offset: int = 0) -> Buffer:
         """Host memory to read a band into, which is in a file from ``byte_offset`` on."""
@@ -117,8 +114,6 @@ class PaddleMover(Mover):
     UnsupportedError
         If Paddle is missing or too old, does not have the device, or rounds differently from the CPU.
     """
-
-    on_host: ClassVar[bool] = False
 
     def __init__(self, device: str) -> None:
         self.paddle = _import_paddle()

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_reshard.pipeline.core.errors import CastError, DriftError, MasterDriftError
 from paddle_reshard.pipeline.core.mixture import Mixture
-from paddle_reshard.pipeline.core.tensors import DTYPES, Tensor
-from paddle_reshard.pipeline.planning.ops import CHECK, MOVE, SUM, Ops, hull
+from paddle_reshard.pipeline.core.tensors import DTYPES
+from paddle_reshard.pipeline.planning.ops import MOVE, SUM, Ops, hull
 from paddle_reshard.pipeline.planning.parts import MADE, Parts, part_sizes
 from paddle_reshard.pipeline.planning.plan import ACCUMULATOR_FACTOR, Bands
 from paddle_reshard.pipeline.planning.work import GroupWork
@@ -35,7 +34,7 @@ from paddle_reshard.tasks.group import (
     passes,
     with_ranges,
 )
-from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added, cheapest_to_add
+from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added
 
 
 def run_group(work: GroupWork, source: ReadRange, target: WritePart, mover: Mover = HOST) -> GroupReport:
@@ -79,15 +78,15 @@ def _make(
         for part, (start, stop) in _cast_after_mixing(work).items()
     }
     comparisons, differences = Comparisons(work), list[DriftError]()
-    sums, sums_of_bands = Sums(), list[Sum]()
+    sums = list[Sum]()
     for step in passes(work):
         bands = load(step.bands)
         differences += _allowed(work, comparisons.next_pass(bands))
         comparisons.known.clear()  # every pass reports its own
-        sums_of_bands += _move(work, step, bands, made, mixed, mover, sums)
+        _move(work, step, bands, made, mixed, mover)
+        sums += _add_up(work, step, bands)
         mover.release()
     mixed.clear()
-    totals = added(chain(sums.totals(), sums_of_bands))
     receipts = _write_parts(work, made, target, mover)
     return GroupReport(
         group=work.group,
@@ -96,7 +95,7 @@ def _make(
         receipts=tuple(receipts),
         compared_elements=comparisons.elements,
         differences=tuple(differences),
-        sums=totals,
+        sums=added(sums),
     )
 
 
@@ -158,16 +157,9 @@ def _move(
     parts: dict[int, Any],
     mixed: dict[int, _Accumulator],
     mover: Mover,
-    sums: Sums,
-) -> tuple[Sum, ...]:
-    """Move or mix the boxes of one pass from its bands into parts.
-
-    They are added up in the parts by ``sums``, which are found when all passes are done, or here in the bands.
-    """
+) -> None:
+    """Move or mix the boxes of one pass from its bands into parts."""
     ops = work.ops[step.ops]
-    of_bands = Sums()
-    _add_boxes(work, step.bands, ops, bands, of_bands)
-    moved = _Moved(work)
     moves = _by_step(work, ops[ops["kind"] == MOVE])
     loaded = [mover.load(band) for band in bands]
     for op, band, part in with_ranges(moves, (step.bands, "source"), (work.parts, "target")):
@@ -179,71 +171,20 @@ def _move(
                 mover.move(source, target)
             else:
                 _mix(source, target, mixed.get(int(part)), mixture, int(op["source_tensor"]), mover)
-            if work.summed is not None and not op["again"]:
-                if mixture is None:
-                    in_band = source if mover.on_host else replace(source, buffer=bands[band])
-                    moved.add(op, in_band, target if mover.on_host else None)
-                elif int(op["source_tensor"]) == mixture.terms[-1].tensor:
-                    moved.add(op, None, target)
         except OverflowError as error:
             raise CastError(work.tensors[int(op["tensor"])].label, str(error)) from error
-    moved.add_up(sums, of_bands)
-    return of_bands.totals()
 
 
-def _add_boxes(work: GroupWork, ranges: Bands, ops: Ops, bands: Sequence[Buffer], sums: Sums) -> None:
-    """Add boxes that are read but not moved: those of ``SUM``, and parameters that the target omits."""
-    chosen = ops["kind"] == SUM
-    if work.summed is not None:
-        chosen |= (ops["kind"] == CHECK) & (ops["again"] == 0)
-    if not chosen.any():
-        return
-    for op, band in with_ranges(ops[chosen], (ranges, "target")):
+def _add_up(work: GroupWork, step: Pass, bands: Sequence[Buffer]) -> tuple[Sum, ...]:
+    """What the ``SUM`` boxes of one pass add to the fingerprints of their tensors."""
+    ops, sums = work.ops[step.ops], Sums()
+    for op, band in with_ranges(ops[ops["kind"] == SUM], (step.bands, "target")):
         tensor = work.tensors[int(op["tensor"])]
-        box = box_of(bands[band], int(ranges[band]["start"]), op, "target")
-        number = DTYPES.index(tensor.dtype)
+        box = box_of(bands[band], int(step.bands[band]["start"]), op, "target")
+        whole = Whole.of(tensor.global_shape, np.dtype(f"<{tensor.dtype.code}"))
         piece = SummedBox.of(box, op["offset"].tolist(), len(tensor.global_shape))
-        sums.add((int(op["tensor"]), number), _whole(tensor, number), [piece])
-
-
-def _whole(tensor: Tensor, dtype: int) -> Whole:
-    """A tensor in a dtype, by number."""
-    return Whole.of(tensor.global_shape, np.dtype(f"<{DTYPES[dtype].code}"))
-
-
-class _Moved:
-    """The values that a pass has moved, which are in two places, to be added up in that which takes less time."""
-
-    def __init__(self, work: GroupWork) -> None:
-        self.work = work
-        self.in_bands: dict[tuple[int, int], list[SummedBox]] = {}
-        """By number and dtype of the tensor. Values that were mixed are in parts only."""
-        self.in_parts: dict[tuple[int, int], list[SummedBox]] = {}
-        """Parts on a device are not here."""
-
-    def add(self, op: np.void, in_band: DeviceBox | None, in_part: DeviceBox | None) -> None:
-        """Add the values of a move, which are in host memory in one place or two."""
-        number, offset = int(op["tensor"]), op["offset"].tolist()
-        dims = len(self.work.tensors[number].global_shape)
-        for box, boxes in ((in_band, self.in_bands), (in_part, self.in_parts)):
-            if box is not None:
-                boxes.setdefault((number, int(op["target_dtype"])), []).append(
-                    SummedBox.of(box, offset, dims)
-                )
-
-    def add_up(self, sums: Sums, of_bands: Sums) -> None:
-        """Add all values, and those of the parameters that they imply, to ``of_bands`` or, if in parts, to ``sums``."""
-        implied = self.work.summed or {}
-        for number, dtype in {**self.in_parts, **self.in_bands}:
-            places = [
-                (where, boxes[number, dtype])
-                for where, boxes in ((sums, self.in_parts), (of_bands, self.in_bands))
-                if (number, dtype) in boxes
-            ]
-            for owner in ((number, dtype), *([implied[number]] if number in implied else [])):
-                whole = _whole(self.work.tensors[number], owner[1])
-                best, pieces = cheapest_to_add(whole, [boxes for _, boxes in places])
-                places[best][0].add(owner, whole, pieces)
+        sums.add((int(op["tensor"]), DTYPES.index(tensor.dtype)), whole, [piece])
+    return sums.totals()
 
 
 def _by_step(work: GroupWork, moves: Ops) -> Ops:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -103,28 +103,6 @@ class Sums:
         remainders = runs.totals(len(owners))
         totals = zip(owners, remainders, elements, strict=True)
         return tuple(Sum(*owner, remainder, count) for owner, remainder, count in totals)
-
-
-def cheapest_to_add(whole: Whole, places: Iterable[Sequence[SummedBox]]) -> tuple[int, list[SummedBox]]:
-    """Which of several places that hold the same values takes least time to add up, and the pieces there.
-
-    The best has them in the order of the tensor, then in its dtype, then in the longest runs; the first one if several
-    are alike. Pieces that continue each other in memory are one.
-    """
-    best: tuple[bool, bool, int] | None = None
-    place: tuple[int, list[SummedBox]] = 0, []
-    for number, pieces in enumerate(places):
-        merged = pieces if len(pieces) == 1 else [*chain.from_iterable(_rows(whole, pieces))]
-        effort = (
-            not all(_in_order(whole, piece) for piece in merged),
-            any(piece.dtype != whole.dtype for piece in merged),
-            len(merged),
-        )
-        if best is None or effort < best:
-            best, place = effort, (number, list(merged))
-        if best == (False, False, 1):
-            break
-    return place
 
 
 def added(sums: Iterable[Sum]) -> tuple[Sum, ...]:

@@ -49,7 +49,7 @@ SINGLE = {
 }
 """Jobs on one card, whose ``config.json`` is that of most others of their group."""
 OPTIONS: dict[str, ConversionOptions] = {
-    "dense/single vocab_pad": {"vocab_pad": 160},
+    "dense/single vocab_pad": {"vocab_size": 160},
     "states/noopt_single master_weights": {"master_weights": "from-parameters"},
     "families/deepseek_v3_mtp_single without_mtp": {"drop": ("mtp",)},
     "families/qwen2_single convention": {"convention": "paddlenlp"},

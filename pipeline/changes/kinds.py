@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from paddle_reshard.pipeline.changes.change import Altered, Change, LocatedChange, OwnChange, Reading, Step
-from paddle_reshard.pipeline.core.choices import MASTER_WEIGHTS, MasterWeights
+from paddle_reshard.pipeline.core.choices import MasterWeights
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.tensors import MTP
 from paddle_reshard.pipeline.formats.registry import FORMATS, formats_to_complete, names_of
@@ -165,7 +165,7 @@ class MakeMasterWeights(OwnChange):
     @classmethod
     def from_option(cls, value: MasterWeights | None, targets: Sequence[Request]) -> Self | None:
         """The change, if they are not to be those that are stored."""
-        return None if value in (None, MASTER_WEIGHTS[0]) else cls()
+        return cls() if value == "from-parameters" else None
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.masters import with_master_weights
@@ -174,25 +174,16 @@ class MakeMasterWeights(OwnChange):
 
 
 @dataclass(frozen=True)
-class PadVocabulary(OwnChange):
-    """``--vocab-pad``: more rows in the vocabulary, all of them zero."""
+class ResizeVocabulary(OwnChange):
+    """``--vocab-size``: more rows in the vocabulary, all of them zero, or fewer."""
 
-    option: ClassVar[str] = "vocab_pad"
-    grows: ClassVar[bool] = True
+    option: ClassVar[str] = "vocab_size"
     rows: int
 
     def _apply(self, altered: Altered, reading: Reading) -> Altered:
         from paddle_reshard.pipeline.changes.vocab import resize_vocabulary
 
-        return replace(altered, wanted=resize_vocabulary(altered.wanted, self.rows, self.grows))
-
-
-@dataclass(frozen=True)
-class TrimVocabulary(PadVocabulary):
-    """``--vocab-trim``: fewer rows in the vocabulary."""
-
-    option: ClassVar[str] = "vocab_trim"
-    grows: ClassVar[bool] = False
+        return replace(altered, wanted=resize_vocabulary(altered.wanted, self.rows))
 
 
 @dataclass(frozen=True)
@@ -227,8 +218,7 @@ KINDS: Final[tuple[type[Change], ...]] = (
     DivideAverage,
     Drop,
     MakeMasterWeights,
-    PadVocabulary,
-    TrimVocabulary,
+    ResizeVocabulary,
     Like,
 )
 """In this order: a change sees the names, states and shapes that those before it leave."""

@@ -18,17 +18,14 @@ from paddle_reshard.pipeline.model.rules.entries import config_entry, with_entry
 VOCAB_SIZE = "vocab_size"
 
 
-def resize_vocabulary(checkpoint: Checkpoint, size: int, grow: bool) -> Checkpoint:
+def resize_vocabulary(checkpoint: Checkpoint, size: int) -> Checkpoint:
     """Describe a checkpoint with a vocabulary of ``size`` rows; its fragments stay those of the source."""
     model = checkpoint.model
     present = config_entry(model.config, VOCAB_SIZE)
     if not isinstance(present, int):
         raise PlanError(f"config.json has no {VOCAB_SIZE}, so the vocabulary cannot be resized")
-    if (size <= present) if grow else not 0 < size < present:
-        raise PlanError(
-            f"--vocab-{'pad' if grow else 'trim'} {size}: the vocabulary has {present} rows, it cannot "
-            f"{'grow' if grow else 'shrink'} to {size}"
-        )
+    if size == present:
+        return checkpoint
     resized = tuple(replace(t, global_shape=_resized(t, present, size)) for t in model.tensors)
     if resized == model.tensors:
         raise PlanError(f"no rule has a dim of {VOCAB_SIZE}, so the vocabulary cannot be resized")

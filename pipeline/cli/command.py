@@ -79,8 +79,7 @@ class RunningCommand:
             if self.page is not None:
                 self.page.show_done(report)
             for target in report.plan.target_locations:
-                root = report.moved.fingerprint_roots.get(target)
-                tell("converted", target, plan_id=report.plan.plan_id, root=root)
+                tell("converted", target, plan_id=report.plan.plan_id)
 
         try:
             yield converted

@@ -49,8 +49,7 @@ _OF_RESULTS = {
     "--dtype",
     "--fill",
     "--format",
-    "--vocab-pad",
-    "--vocab-trim",
+    "--vocab-size",
 }
 """Options that make another checkpoint of the source, which a command without them reads."""
 _FLAG = re.compile(

@@ -6,12 +6,14 @@ come from the session; the request becomes a plan, and :mod:`~paddle_reshard.pip
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from time import sleep
 from typing import Any
 
 from paddle_reshard.clusters.choose import choose_engine
@@ -26,6 +28,7 @@ from paddle_reshard.pipeline.checkpoint.stages import about_head
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, plan_checkpoint
 from paddle_reshard.pipeline.convert.run import MoveReport, check_finished, check_targets, run_conversion
 from paddle_reshard.pipeline.core.errors import (
+    BusyError,
     CheckpointError,
     DriftError,
     FinishedError,
@@ -53,12 +56,14 @@ from paddle_reshard.pipeline.request.options import flag_of
 from paddle_reshard.pipeline.request.parse import ConversionRequest, Locations
 from paddle_reshard.pipeline.request.record import completed, record_of
 from paddle_reshard.storage.apart import check_apart, check_targets_apart
-from paddle_reshard.storage.locate import comparable_path, is_local, open_source, open_target
+from paddle_reshard.storage.locate import Access, comparable_path, is_local, open_source, open_target
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.remote.retry_counts import count_retries
-from paddle_reshard.storage.store import Permission
+from paddle_reshard.storage.store import Permission, TargetStore
 from paddle_reshard.tasks.figures import add_retries
 from paddle_reshard.tasks.index import index_here
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -97,7 +102,6 @@ class ConversionReport(Result):
         facts += [(f"worker {worker.number}", worker.in_words()) for worker in moved.workers[:SHOWN_WORKERS]]
         if len(moved.workers) > SHOWN_WORKERS:
             facts.append(("workers", f"… and {len(moved.workers) - SHOWN_WORKERS} more, shown with --json"))
-        facts += [("fingerprint", root) for root in dict.fromkeys(moved.fingerprint_roots.values())]
         if moved.retries:
             repeated = ", ".join(f"{times} × {failure}" for failure, times in moved.retries.items())
             facts.append(("repeated", repeated))
@@ -190,14 +194,26 @@ def open_targets(locations: Locations, request: ConversionRequest) -> Outputs:
             check_apart(read, location)
         for earlier in locations.targets[:number]:
             check_targets_apart(earlier, location)
-    permission = Permission(request.overwrite, request.resume, request.take_over)
+    permission = Permission(request.overwrite, request.resume)
     try:
         with _naming_occupants(locations):
-            return Outputs([open_target(at, locations.writing, permission) for at in locations.targets])
+            return Outputs([_open_target(at, locations.writing, permission) for at in locations.targets])
     except TargetError:
         for source in locations.sources:  # a mistake there comes first, as it does in the command
             open_source(source, *locations.reading)
         raise
+
+
+def _open_target(location: str, access: Access, permission: Permission) -> TargetStore:
+    """A target; one that is to be resumed, once the lock of a run that has ended on another machine has expired."""
+    try:
+        return open_target(location, access, permission)
+    except BusyError as busy:
+        if not permission.resume or busy.expires_seconds is None:
+            raise
+        log.warning("%s", busy)
+        sleep(busy.expires_seconds + 1)  # seconds of another machine's clock are compared
+    return open_target(location, access, permission)
 
 
 @contextmanager

@@ -5,9 +5,6 @@ list the sizes and checksums of its parts in order, so 100,000 parts take a few 
 has no checksum (``null``), because no worker read its bytes; under its number, ``copied`` has the source file and byte
 it was copied from, and its MD5 if the store reported one.
 
-``fingerprints`` are those of the logical tensors, which do not depend on files, and ``from`` says how many were added
-up while they were moved, taken from the source's manifest, or read; the rest is unknown.
-
 A manifest also lists what else may be in the folder (``additional_files``), and has a digest of all its entries, which
 shows accidental changes. The digest is not a signature: anyone who rewrites a manifest can compute a new one.
 
@@ -34,11 +31,9 @@ from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.crc import ALGORITHM
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
-from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.request.record import NOT_STATED
-from paddle_reshard.storage.documents.fingerprints import read_fingerprints
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.documents.typed_json import Bounds, EntryError, typed
 from paddle_reshard.storage.locate import absolute
@@ -92,14 +87,6 @@ class ManifestSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Origins:
-    """Of how many tensors fingerprints come from where; further entries are for people."""
-
-    OPEN: ClassVar[bool] = True
-    unknown: _Bytes = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Portion:
     """Which portion of which whole the files are."""
 
@@ -123,7 +110,6 @@ class _Entries:
     parts: Mapping[str, _Columns]
     etags: Mapping[str, str] = field(default_factory=dict)
     additional_files: tuple[str, ...] = (MANIFEST,)
-    fingerprints: Mapping[str, Any] | None = None
     topology: str | None = None
     sharding_strategy: str | None = None
     stage3_segment_size: str | None = None
@@ -144,10 +130,6 @@ class Manifest:
     """Further paths that may be in the folder."""
     changed: str
     """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
-    fingerprints: Fingerprints | None = None
-    """The fingerprints that it records."""
-    unknown_fingerprints: int = 0
-    """Number of tensors without one."""
     topology: str | None = None
     """Topology of the job that the files are for, written as that of the source; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
@@ -180,7 +162,7 @@ def describe_parts(receipts: Iterable[Receipt], copies: Copies) -> dict[str, Any
 
 
 def format_manifest(values: Mapping[str, Any]) -> bytes:
-    """Format a manifest as JSON, with one line for each file's columns and each fingerprint, and add its digest.
+    """Format a manifest as JSON, with one line for each file's columns, and add its digest.
 
     >>> print(format_manifest({"version": "1", "parts": {"a": {"bytes": [1, 2]}}}).decode())
     {
@@ -191,14 +173,7 @@ def format_manifest(values: Mapping[str, Any]) -> bytes:
      "digest": "sha256:44b1d199ed51fcad5e6f1eaaeb2cca549168b09aa26b9fb624b46bbc8755cdbc"
     }
     """
-    shown = {**values, "parts": None, "digest": _digest(values)}
-    if "fingerprints" in values:
-        shown["fingerprints"] = {**values["fingerprints"], "tensors": None}
-    text = json.dumps(shown, indent=1)
-    if "fingerprints" in values:
-        each = (json.dumps(line, separators=(",", ":")) for line in values["fingerprints"]["tensors"])
-        listed = "[\n" + ",\n".join(f"   {line}" for line in each) + "\n  ]"
-        text = text.replace('\n  "tensors": null', f'\n  "tensors": {listed}', 1)
+    text = json.dumps({**values, "parts": None, "digest": _digest(values)}, indent=1)
     lines = [
         f"  {json.dumps(path)}: {json.dumps(columns, separators=(',', ':'))}"
         for path, columns in values.get("parts", {}).items()
@@ -237,8 +212,6 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         )
     try:
         entries = typed(values, _Entries)
-        recorded = entries.fingerprints
-        origins = typed({} if recorded is None else recorded.get("from", {}), _Origins)
     except EntryError as error:
         raise FormatError("damaged", path, None, f"not a valid manifest: {error}") from error
     return Manifest(
@@ -248,8 +221,6 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         entries.etags,
         frozenset(entries.additional_files),
         _changed(values),
-        None if recorded is None else read_fingerprints(recorded, path),
-        origins.unknown,
         topology=entries.topology,
         sharding_strategy=entries.sharding_strategy,
         stage3_segment_size=entries.stage3_segment_size,

@@ -103,8 +103,6 @@ class ConversionPlan(Result):
     """What was excluded by request before the targets were laid out."""
     spare_bytes: int = FREE_BYTES
     """Part of the process's footprint that is free for metadata."""
-    fingerprint: str = "off"
-    """Which fingerprints the manifests record."""
     same_values: bool = False
     """Whether every tensor of a target has the values of the tensor of that name in the source."""
     asked: Mapping[str, Any] | None = None
@@ -292,7 +290,7 @@ def plan_checkpoint(
     _check_room(source, joined, request, spare_bytes)
     carried = _carried(laid_out, sizes)
     _refuse_pointers(store, carried)
-    checks = master_checks(source.catalog, joined.catalog, request.check_in_full)
+    checks = master_checks(source.catalog, joined.catalog)
     plan = plan_conversion(joined.catalog, joined.files, carried, planning, limits, checks)
     portion = None
     if request.ranks:
@@ -307,7 +305,6 @@ def plan_checkpoint(
         *(store, source, targets, plan, pieces),
         dropped=altered.dropped,
         excluded=altered.excluded,
-        fingerprint=request.fingerprint,
         limits=limits,
         portion=portion,
     )

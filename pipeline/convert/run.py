@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,17 @@ from paddle_reshard.pipeline.checkpoint.reading import IndexFiles, SourceFiles
 from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
 from paddle_reshard.pipeline.convert.manifest import Manifest, describe_targets, format_manifest
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
-from paddle_reshard.pipeline.convert.recorded import Moved, Recorder, known_of
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import MasterDriftError, TargetError
 from paddle_reshard.pipeline.core.events import Observer, Progress, StepEnded, StepStarted
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import counted, readable_bytes
-from paddle_reshard.pipeline.core.tensors import EMA, PARAM
-from paddle_reshard.pipeline.formats.registry import FORMATS
 from paddle_reshard.pipeline.indexing.detect import index_source
 from paddle_reshard.pipeline.indexing.opening import dequantising
 from paddle_reshard.pipeline.indexing.optimizer_steps import check_optimizer
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
 from paddle_reshard.pipeline.planning.plan import CarriedFile, Plan
-from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.pipeline.request.parse import ConversionRequest
 from paddle_reshard.pipeline.request.record import session_record
@@ -41,7 +37,6 @@ from paddle_reshard.storage.store import Identity, NewFile, Receipt, Record, Sou
 from paddle_reshard.tasks.figures import WorkerFigures, add_figures, add_retries
 from paddle_reshard.tasks.group import GroupReport, groups_ended
 from paddle_reshard.tasks.index import index_here
-from paddle_reshard.tasks.sums import Sum, added
 
 COPY_BYTES = 8 << 20
 
@@ -66,8 +61,6 @@ class MoveReport:
     """Bytes written by an earlier run, including carried files; not included in ``written_bytes``."""
     copied_bytes: int = 0
     """How many of ``written_bytes`` the storage copied."""
-    fingerprint_roots: Mapping[str, str] = field(default_factory=dict)
-    """Location of a target → the root of the fingerprints in its manifest, if it has those of all tensors."""
 
 
 # -------------------------------------------------------------------------------------- move, verify, publish
@@ -153,7 +146,7 @@ def run_conversion(
         check_targets(conversion, outputs, request.no_space_check)
     with outputs:
         observe(StepStarted("move", plan.written_bytes, plan.groups, plan.budget_bytes))
-        report, receipts, sums = _move(conversion, outputs, engine, observe)
+        report, receipts = _move(conversion, outputs, engine, observe)
         reused = f"{_extent(report.resumed_groups, report.resumed_bytes)} from an earlier run"
         resumed = f"; {reused}" if report.resumed_bytes else ""
         observe(StepEnded("move", f"{_extent(report.groups, report.written_bytes)} written{resumed}"))
@@ -162,49 +155,31 @@ def run_conversion(
             trim_heap()
         observe(StepStarted("verify"))
         conversion.store.check_unchanged()
-        recorder = _recorder(conversion, sums, engine, observe)
-        fingerprints = _verify(conversion, outputs, receipts, recorder, index_files)
+        _verify(conversion, outputs, receipts, index_files)
         observe(StepEnded("verify", "the staged files read back as a complete checkpoint"))
         observe(StepStarted("publish"))
-        _publish(outputs, describe_targets(conversion, report.replica_drift, receipts), fingerprints)
+        _publish(outputs, describe_targets(conversion, report.replica_drift, receipts))
         observe(StepEnded("publish", outputs.location))
-    entries = {outputs.targets[prefix].location: entry for prefix, entry in fingerprints.items()}
-    roots = {location: entry["root"] for location, entry in entries.items() if entry["root"] is not None}
-    return replace(report, fingerprint_roots=roots)
+    return report
 
 
 def _verify(
-    conversion: ConversionPlan,
-    outputs: Outputs,
-    receipts: Sequence[Receipt],
-    recorder: Recorder | None,
-    index_files: IndexFiles,
-) -> dict[str, dict[str, Any]]:
-    """Check what is staged; the fingerprints of each target that records them."""
+    conversion: ConversionPlan, outputs: Outputs, receipts: Sequence[Receipt], index_files: IndexFiles
+) -> None:
+    """Check what is staged."""
     planned = dict(zip(outputs.targets, conversion.targets, strict=True))
-    fingerprints = {}
     for prefix, staged in outputs.finish(receipts).items():
         if (portion := conversion.portion) is not None:
             from paddle_reshard.storage.views import CompletedSource
 
             staged = CompletedSource(staged, portion.files.files, portion.files.literals)
-        found = _check_staged(staged, planned[prefix], index_files)
-        if recorder is not None:
-            entry = _fingerprints(recorder, staged, planned[prefix], found, index_files)
-            if entry is not None:
-                fingerprints[prefix] = entry
-    return fingerprints
+        _check_staged(staged, planned[prefix], index_files)
 
 
-def _publish(
-    outputs: Outputs,
-    described: Mapping[str, Mapping[str, Any]],
-    fingerprints: Mapping[str, Mapping[str, Any]],
-) -> None:
+def _publish(outputs: Outputs, described: Mapping[str, Mapping[str, Any]]) -> None:
     """Publish each target with its manifest."""
     for prefix, target in outputs.pending():
-        entry = {"fingerprints": fingerprints[prefix]} if prefix in fingerprints else {}
-        manifest = {**described[prefix], **entry, "etags": dict(target.etags())}
+        manifest = {**described[prefix], "etags": dict(target.etags())}
         target.publish(MANIFEST, format_manifest(manifest))
 
 
@@ -243,7 +218,6 @@ class _Done:
     """Groups and files of the earlier run."""
     drift: list[str]
     receipts: list[Receipt]
-    sums: list[Sum]
     resumed_groups: int
     resumed_bytes: int
     groups: int = 0
@@ -262,7 +236,6 @@ class _Done:
             units,
             drift=[line for record in units.values() for line in record.drift],
             receipts=receipts,
-            sums=[Sum(t, d, int(digits, 16), n) for one in units.values() for t, d, digits, n in one.sums],
             resumed_groups=sum(unit < plan.groups for unit in units),
             resumed_bytes=sum(receipt.nbytes for receipt in receipts),
         )
@@ -277,7 +250,6 @@ class _Done:
         self.receipts += report.receipts
         self.figures += report.figures
         self.drift += _drift(report)
-        self.sums += report.sums
 
     def add_file(self, parts: Sequence[Receipt]) -> int:
         """Add a file that is carried, apart from the groups; its size."""
@@ -306,7 +278,7 @@ class _Done:
 
 def _move(
     conversion: ConversionPlan, outputs: Outputs, engine: Engine, observe: Observer
-) -> tuple[MoveReport, list[Receipt], tuple[Sum, ...]]:
+) -> tuple[MoveReport, list[Receipt]]:
     """Run the groups of a plan, then write the files that no group writes."""
     source, plan = conversion.store, conversion.plan
     writer, records = outputs.begin(_new_files(conversion), identify(conversion), source.openness)
@@ -314,7 +286,7 @@ def _move(
     observe(Progress(done.resumed_bytes, before=True, groups=done.resumed_groups))
     with closing(engine.run(RemainingGroups(plan, done.units), source, writer)) as batches:
         for reports in batches:
-            outputs.note([_record(report) for report in reports])
+            outputs.note([Record(report.group, report.receipts, _drift(report)) for report in reports])
             for report in reports:
                 done.add_group(report)
             for ended in groups_ended(plan, reports):
@@ -325,12 +297,7 @@ def _move(
             parts = _carry(source, carried, writer)
             outputs.note([Record(unit, tuple(parts))])
             observe(Progress(done.add_file(parts)))
-    return done.report(), done.receipts, added(done.sums)
-
-
-def _record(report: GroupReport) -> Record:
-    sums = tuple((one.tensor, one.dtype, f"{one.remainder:x}", one.elements) for one in report.sums)
-    return Record(report.group, report.receipts, _drift(report), sums)
+    return done.report(), done.receipts
 
 
 def _drift(report: GroupReport) -> tuple[str, ...]:
@@ -350,11 +317,8 @@ def _carry(source: Source, carried: CarriedFile, writer: WritePart) -> list[Rece
     return receipts
 
 
-def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> Checkpoint | None:
-    """Index a staged target like a source and check that it is the planned checkpoint.
-
-    Returns what was indexed; ``None`` for formats that are not read as a checkpoint of their own.
-    """
+def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFiles) -> None:
+    """Index a staged target like a source and check that it is the planned checkpoint."""
     wanted = planned.wanted
     staged = dequantising(staged)
     files = SourceFiles(staged, wanted.model.config, index_here, index_files)
@@ -363,50 +327,8 @@ def _check_staged(staged: Source, planned: PlannedTarget, index_files: IndexFile
         allowed=tuple(t.key for t in wanted.model.tensors if t.missing and not t.of_base),
         untrained=frozenset(t.key for t in wanted.model.tensors if not t.trained),
     )
-    found: list[Checkpoint] = []
 
     def index() -> Checkpoint:
-        found.append(index_source(files, RuleTables([wanted.model.table]), missing, pieces=True))
-        return found[-1]
+        return index_source(files, RuleTables([wanted.model.table]), missing, pieces=True)
 
     planned.spec.check_staged(Staged(files, wanted, planned.states_not_carried, index))
-    return found[-1] if found else None
-
-
-def _recorder(
-    conversion: ConversionPlan, sums: Sequence[Sum], engine: Engine, observe: Observer
-) -> Recorder | None:
-    """What finds the fingerprints of targets; ``None`` if manifests record none."""
-    plan = conversion.plan
-    if plan.summed is None:
-        return None
-    return Recorder(
-        conversion.fingerprint,
-        Moved.of(plan.tensors, sums),
-        known_of(conversion.store) if conversion.same_values else None,
-        PlanSettings(plan.budget_bytes),
-        engine,
-        conversion.spare_bytes,
-        observe,
-    )
-
-
-def _fingerprints(
-    recorder: Recorder,
-    staged: Source,
-    planned: PlannedTarget,
-    found: Checkpoint | None,
-    index_files: IndexFiles,
-) -> dict[str, Any] | None:
-    """The fingerprints of a staged target, as its manifest records them.
-
-    ``None`` for an adapter alone.
-    """
-    if found is not None:
-        return recorder.entry(staged, found.catalog, None)
-    index_as = FORMATS[planned.spec.format].index_as
-    if index_as is None or planned.wanted.model.has_lora:
-        return None
-    files = SourceFiles(staged, planned.wanted.model.config, index_here, index_files)
-    exported = EMA if planned.spec.facts().get("state") == EMA else PARAM
-    return recorder.entry(staged, index_as(files, planned.wanted.model), exported)

@@ -9,9 +9,9 @@ from paddle_reshard.pipeline.core.errors import UsageError
 Replicas = Literal["compare", "report", "first"]
 ReadReplicas = Literal["compare", "first"]
 """Where nothing is made of them."""
-MasterWeights = Literal["stored", "from-parameters"]
-Checks = Literal["sample", "full"]
-Fingerprinted = Literal["off", "known", "full"]
+MasterWeights = Literal["compare", "report", "from-parameters"]
+ReadMasterWeights = Literal["compare", "report"]
+"""Where none are made."""
 Convention = Literal["paddleformers", "paddlenlp", "paddlefleet"]
 """Libraries whose names and layouts are known."""
 Device = Literal["cpu", "gpu"]
@@ -21,9 +21,7 @@ Dropped = Literal["ema", "mtp", "head"]
 REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
 READ_REPLICAS: tuple[ReadReplicas, ...] = get_args(ReadReplicas)
 MASTER_WEIGHTS: tuple[MasterWeights, ...] = get_args(MasterWeights)
-CHECKS: tuple[Checks, ...] = get_args(Checks)
-FULL = "full"
-FINGERPRINTS: tuple[Fingerprinted, ...] = get_args(Fingerprinted)
+READ_MASTER_WEIGHTS: tuple[ReadMasterWeights, ...] = get_args(ReadMasterWeights)
 EXCHANGES = ("auto", "always", "never")
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 DEVICES: tuple[Device, ...] = get_args(Device)

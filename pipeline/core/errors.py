@@ -198,6 +198,11 @@ class BusyError(TargetError):
 
     retryable = True
 
+    def __init__(self, message: str, expires_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.expires_seconds = expires_seconds
+        """When its lock expires unless it is renewed; ``None`` of a process that is certainly running."""
+
 
 class StaleSessionError(TargetError):
     """The unfinished conversion at the target belongs to another plan, source or version."""
@@ -303,7 +308,7 @@ class MasterDriftError(DriftError):
     def __str__(self) -> str:
         return (
             f"{self.tensor}: {self.detail} ({self.path_a} and {self.path_b}): the files are not of one step, or have "
-            "changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are"
+            "changed places; with --master-weights report both are taken as they are"
         )
 
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -76,13 +76,10 @@ class Fingerprints:
         """The line of every tensor, in order."""
         return map(self.line, range(len(self.tensors)))
 
-    def entries(self) -> Iterator[list[Any]]:
-        """The entries that each line lists."""
-        return (entries_of(self.tensors[n], checksum) for n, checksum in enumerate(self.checksums.tolist()))
-
     def line(self, number: int) -> bytes:
-        """The line of a tensor."""
-        entries = entries_of(self.tensors[number], int(self.checksums[number]))
+        """The line of a tensor: its key, state, dtype, shape and checksum."""
+        tensor, checksum = self.tensors[number], int(self.checksums[number])
+        entries = [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
         return json.dumps(entries, separators=(",", ":")).encode("ascii")
 
     def find(self, key: str, state: str) -> int | None:
@@ -95,11 +92,6 @@ class Fingerprints:
         chosen = set(states)
         kept = [n for n in range(len(self.tensors)) if self.tensors.identity(n)[1] in chosen]
         return Fingerprints(Tensors(self.tensors[n] for n in kept), self.checksums[kept])
-
-
-def entries_of(tensor: Tensor, checksum: int) -> list[Any]:
-    """The entries that the line of a tensor lists: key, state, dtype, shape and checksum."""
-    return [tensor.key, tensor.state, tensor.dtype.name, list(tensor.global_shape), f"{checksum:016x}"]
 
 
 class _Tree:

@@ -26,8 +26,6 @@ class Outcome:
     by: str
     """``user@host``."""
     plan_id: str | None = None
-    root: str | None = None
-    """The root of the target's fingerprints; ``None`` if it has none."""
     seconds: float | None = None
     """Duration of the attempt."""
     error: str | None = None
@@ -41,7 +39,6 @@ class Outcome:
             "source": self.source,
             "target": self.target,
             "plan_id": self.plan_id,
-            "root": self.root,
             "seconds": None if self.seconds is None else round(self.seconds, 3),
             "error": self.error,
             "by": self.by,

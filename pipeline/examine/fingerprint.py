@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
@@ -21,7 +20,6 @@ from paddle_reshard.pipeline.planning.sums import plan_sums
 from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
-from paddle_reshard.storage.documents.manifest import own_manifest
 from paddle_reshard.storage.local.folders import check_writable, written_whole
 from paddle_reshard.storage.locate import absolute
 
@@ -105,18 +103,9 @@ def write_fingerprints(report: FingerprintReport, path: Path) -> None:
 
 
 def read_fingerprints(path: PathLike) -> Fingerprints:
-    """The fingerprints in a local file: one written by :func:`fingerprint`, or the manifest of a target."""
+    """The fingerprints in a local file that :func:`fingerprint` has written."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
-    if own_manifest(data) is None:
-        return parse_fingerprints(data, os.fspath(path))
-    manifest = parse_manifest(data, os.fspath(path))
-    if manifest.fingerprints is None or manifest.unknown_fingerprints:
-        raise CheckpointError(
-            f"{os.fspath(path)}: the manifest does not record the fingerprints of all tensors"
-        )
-    if manifest.changed:
-        raise CheckpointError(f"{os.fspath(path)}: the manifest {manifest.changed}")
-    return manifest.fingerprints
+    return parse_fingerprints(data, os.fspath(path))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_reshard.pipeline.core.backports import Unpack
-from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.file_names import MANIFEST
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints, mismatches
@@ -40,7 +40,7 @@ from paddle_reshard.pipeline.planning.compare import (
 from paddle_reshard.pipeline.planning.settings import PlanSettings
 from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import VerifyOptions
-from paddle_reshard.storage.locate import Access, open_source, target_access
+from paddle_reshard.storage.locate import open_source, target_access
 from paddle_reshard.storage.store import Source
 
 OF_FINGERPRINTS = "the fingerprints"
@@ -111,21 +111,17 @@ class Scope:
     """Whether the second checkpoint may hold fewer tensors; with ``against``, whether the first may."""
     against: Fingerprints | None = None
     """Compared in place of a second checkpoint."""
-    recorded: bool = False
-    """Whether manifests are compared, and nothing else is read."""
     resume: Path | None = None
     """The file with the progress of an earlier run."""
 
     def check(self, two: bool) -> None:
         """Refuse what contradicts itself; ``two`` checkpoints are given, or one."""
-        if self.resume is not None and (self.recorded or self.against is not None):
-            raise UsageError("--resume does not apply to --against and --recorded")
+        if self.resume is not None and self.against is not None:
+            raise UsageError("--resume does not apply to --against")
         if two and self.against is not None:
             raise UsageError("give either a second checkpoint or --against")
         if two or self.against is not None:
             return
-        if self.recorded:
-            raise UsageError("--recorded compares two targets, or one with --against")
         if self.states is not None or self.subset:
             raise UsageError("--states and --subset require two checkpoints, or --against")
 
@@ -138,7 +134,6 @@ def verify(
     states: Sequence[str] | None = None,
     subset: bool = False,
     against: PathLike | None = None,
-    recorded: bool = False,
     resume: PathLike | None = None,
     observe: Observer = ignore_events,
     progress: bool = False,
@@ -162,11 +157,7 @@ def verify(
     subset
         Allow ``b`` to hold fewer tensors; with ``against``, allow ``a`` to lack tensors that have a fingerprint.
     against
-        A local file with the fingerprints of the tensors that ``a`` should hold, see :func:`fingerprint`; or the
-        manifest of a target.
-    recorded
-        Compare only the fingerprints in the manifests of ``a`` and ``b``, or in that of ``a`` with ``against``. No
-        tensor and no small file is read, so damage since they were written goes unnoticed; :func:`check` finds it.
+        A local file with the fingerprints of the tensors that ``a`` should hold, see :func:`fingerprint`.
     resume
         A local file for the progress of the comparison, which continues from it if it exists. It is removed when
         everything is compared.
@@ -182,7 +173,6 @@ def verify(
         None if states is None else frozenset(texts_of(states)),
         subset,
         None if against is None else read_fingerprints(against),
-        recorded,
         None if resume is None else Path(resume),
     )
     other = None if b is None else os.fspath(b)
@@ -192,8 +182,6 @@ def verify(
 def verify_with(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyReport:
     """:func:`verify`, with its options as values."""
     scope.check(two=b is not None)
-    if scope.recorded:
-        return _verify_recorded(a, b, scope, reader)
     if scope.against is not None:
         return _verify_against(a, scope.against, scope, reader)
     if b is None:
@@ -246,45 +234,6 @@ def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader)
         plan.read_amplification,
         plan.read_once_budget_bytes,
     )
-
-
-def _verify_recorded(a: str, b: str | None, scope: Scope, reader: Reader) -> VerifyReport:
-    """Compare the fingerprints in manifests, or those in one with the given ones."""
-    locations = [location for location in (a, b) if location is not None]
-    sides = list(map(_recorded, locations, reader.access))
-    names = ("A", "B")
-    if scope.against is not None:
-        sides, names = [scope.against, *sides], (OF_FINGERPRINTS, "the manifest")
-    first, second = sides
-    if scope.states is not None:
-        check_states(scope.states, first.tensors.states | second.tensors.states)
-        first, second = first.only(scope.states), second.only(scope.states)
-    unlike = mismatches(first, second, names, scope.subset)
-    differences = tuple(Difference(entry.tensor, entry.detail) for entry in unlike)
-    common = sum(second.tensors.find(*first.tensors.identity(n)) is not None for n in range(len(first)))
-    return VerifyReport(common, 0, 0, differences, 1.0, None)
-
-
-def _recorded(location: str, access: Access) -> Fingerprints:
-    """The fingerprints in the manifest of a target, whose files have the names and sizes that it lists.
-
-    Refused if it lacks those of any tensor, or if files were changed visibly.
-    """
-    from paddle_reshard.pipeline.convert.integrity import check_target_quickly, manifest_of
-
-    store = open_source(location, *access)
-    manifest = manifest_of(store)
-    if manifest.fingerprints is None:
-        raise CheckpointError(f"{store.location}: its {MANIFEST} records no fingerprints; omit --recorded")
-    if unknown := manifest.unknown_fingerprints:
-        known = len(manifest.fingerprints)
-        raise CheckpointError(
-            f"{store.location}: its {MANIFEST} records the fingerprints of {known} of {known + unknown} tensors only; "
-            "omit --recorded, or convert with --fingerprint full"
-        )
-    if damages := check_target_quickly(store, manifest):
-        raise CheckpointError(f"{store.location}: {damages[0].path}: {damages[0].detail}")
-    return manifest.fingerprints
 
 
 def _verify_two(a: str, b: str, scope: Scope, reader: Reader) -> VerifyReport:

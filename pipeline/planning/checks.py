@@ -41,8 +41,6 @@ class MasterChecks:
     """``HOLD`` of every element; ``tensor`` is the parameter, ``source_tensor`` the master weight."""
     seeds: Ints
     """Seed of each tensor's pseudo-random runs: a hash of its key."""
-    in_full: bool = False
-    """Whether every element is compared, even if both tensors must be read for it."""
 
     def up_to(self, most_bytes: int) -> MasterChecks:
         """The same checks, but only samples if parameter and master weight have more than ``most_bytes`` together."""
@@ -56,7 +54,7 @@ class MasterChecks:
         return replace(self, boxes=Ops.joined([self.boxes[~large], samples]))
 
 
-def master_checks(whole: Catalog, moved: Catalog, in_full: bool) -> MasterChecks | None:
+def master_checks(whole: Catalog, moved: Catalog) -> MasterChecks | None:
     """Checks of all parameters that ``whole`` stores with their master weights; ``None`` if there are none.
 
     Tensors are numbered as in ``moved``; those that it lacks follow. Mixed tensors are excluded: they are not casts.
@@ -82,7 +80,7 @@ def master_checks(whole: Catalog, moved: Catalog, in_full: bool) -> MasterChecks
     seeds = np.zeros(len(tensors), dtype=np.int64)
     for number in pairs:
         seeds[numbers[number]] = _seed(whole.tensors[number])
-    return MasterChecks(tensors, boxes, seeds, in_full)
+    return MasterChecks(tensors, boxes, seeds)
 
 
 def master_checks_of_loaded(whole: Catalog, loaded: Fragments) -> MasterChecks | None:
@@ -161,7 +159,7 @@ def add_checks(ops: Ops, copied: Parts, checks: MasterChecks) -> Ops:
     known = np.zeros(len(checks.tensors), dtype=bool)
     known[ops["tensor"][ops["kind"] == CHECK]] = True
     boxes = checks.boxes[~known[checks.boxes["tensor"]]]
-    if checks.in_full or not len(boxes):
+    if not len(boxes):
         return Ops.joined([ops, boxes])
     loaded = np.zeros(len(checks.tensors), dtype=bool)
     loaded[ops["source_tensor"][ops["kind"] == MOVE]] = True

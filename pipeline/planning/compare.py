@@ -132,7 +132,7 @@ def plan_self_comparison(catalog: Catalog, settings: PlanSettings) -> Comparison
         first = catalog.fragments["replica"] == 0
         copies = catalog.fragments[~first]
         chunks.append(match(catalog.fragments[first], copies, catalog.implied, kind=COMPARE))
-    checks = master_checks(catalog, catalog, in_full=True)
+    checks = master_checks(catalog, catalog)
     if checks is not None:
         chunks.append(checks.boxes)
     plan = plan_comparisons(Ops.joined(chunks), catalog.tensors, catalog.files, settings)

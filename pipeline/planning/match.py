@@ -235,7 +235,6 @@ def in_common(source: Fragments, target: Fragments) -> Ops:
     sides = (("source", source), ("target", target))
     ops.share("tensor", target, "tensor")
     ops.share("offset", source, "offset")
-    ops["again"] = target["replica"] > 0
     starts = {side: fragments["byte_base"] for side, fragments in sides}
     for side, fragments in sides:
         for column in ("file", "dtype", "strides"):
@@ -288,10 +287,6 @@ def plan_ops(
             (CHECK, _meeting(primary, unmoved, implied)),
         ]
     )
-    if len(unmoved):
-        moved = np.zeros(len(source.tensors), dtype=bool)
-        moved[ops["tensor"][: len(fed)]] = True
-        ops["again"] = ops["again"] | ((ops["kind"] == CHECK) & moved[ops["tensor"]])
     _check_casts(ops[: len(fed)], source.tensors, casts)
     done = 0
     for pairs, wanted in steps:

@@ -24,7 +24,6 @@ MOVE, COMPARE, CHECK, HOLD, PROBE, SUM, DIFFER = 0, 1, 2, 3, 4, 5, 6
 OP = np.dtype(
     [
         ("kind", np.int8),  # MOVE, COMPARE, CHECK, HOLD, PROBE, SUM or DIFFER
-        ("again", np.int8),  # a MOVE or CHECK: 1 if the tensor's fingerprint counts these values elsewhere
         ("tensor", np.int32),  # the tensor whose values these are
         ("source_tensor", np.int32),  # the one they are read from: another if ``tensor`` is implied or mixed
         ("pass", np.int32),  # within its group

@@ -33,7 +33,6 @@ from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.planning.checks import MasterChecks, add_checks
 from paddle_reshard.pipeline.planning.copies import carve_copies
-from paddle_reshard.pipeline.planning.counted_boxes import count_once, count_whole, implied_sums
 from paddle_reshard.pipeline.planning.groups import (
     FileSizes,
     GroupMemory,
@@ -120,9 +119,6 @@ class Plan:
     """A budget with which every source byte is read once; ``None`` if that is already so."""
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how its values are computed, for tensors that are mixed."""
-    summed: Mapping[int, tuple[int, int]] | None = None
-    """Whether groups add up fingerprints; the master weights from which they add up those of parameters that no file
-    stores: number of the master weight → number and dtype of the parameter."""
     measured: Mapping[int, DType] | None = None
     """In a plan that measures differences: dtypes of the second side, where it has others."""
 
@@ -185,10 +181,9 @@ class Plan:
         """Hash of the plan's contents."""
         digest = hashlib.sha256()
         for (name, dim), column in self.ops.narrow():
-            if name != "again":  # says something of fingerprints, and nothing of what is written
-                same, called = column.strides == (0,), name.replace("_length", "_stop")  # ids call it so
-                digest.update(f"{called} {dim} {column.dtype.str} {len(column)} {same} ".encode())
-                digest.update(np.ascontiguousarray(column[:1] if same else column).view(np.uint8).data)
+            same, called = column.strides == (0,), name.replace("_length", "_stop")  # ids call it so
+            digest.update(f"{called} {dim} {column.dtype.str} {len(column)} {same} ".encode())
+            digest.update(np.ascontiguousarray(column[:1] if same else column).view(np.uint8).data)
         literals = self.literals
         for table in (
             *(self.op_groups, self.bands, self.parts, self.group_peaks),
@@ -288,8 +283,6 @@ def plan_conversion(
         If values that must be written together do not fit the budget.
     """
     _check_names(target, carried)
-    if settings.sums:
-        target = count_once(target, source.tensors)
     plan = _without_groups(source, target, carried, settings, checks)
 
     def make_ops() -> Ops:
@@ -300,8 +293,6 @@ def plan_conversion(
 
     draft = _Draft(plan, make_ops, settings.sizes, limits)
     planned, rereads, checks = _with_checks(draft, checks)
-    if settings.sums:
-        count_whole(planned.ops, planned.tensors)
     _check_budget(planned)
     if not rereads:
         return planned
@@ -335,7 +326,6 @@ def _without_groups(
         allow_master_drift=settings.allow_master_drift,
         compared_only=0 if checks is None else len(checks.tensors) - len(source.tensors),
         mixtures=source.mixtures,
-        summed=implied_sums(source, target) if settings.sums else None,
     )
 
 
@@ -376,7 +366,7 @@ def _with_checks(draft: _Draft, checks: MasterChecks | None) -> tuple[Plan, bool
     budget_bytes = draft.plan.budget_bytes
     room_bytes = (budget_bytes - FOOTPRINT_BYTES) // 2
     planned, rereads = _within_limits(draft, budget_bytes, checks)
-    if checks is None or checks.in_full:
+    if checks is None:
         return planned, rereads, checks
     reduced = checks
     for most_bytes in (SMALLEST_GROUP_BYTES, 0):

@@ -51,6 +51,4 @@ class PlanSettings:
     whatever is said of copies."""
     allow_master_drift: bool = False
     """Whether parameters that differ from their rounded master weights are reported instead of refused."""
-    sums: bool = False
-    """Whether groups add up the fingerprints of what they move."""
     sizes: PlanSizes = PlanSizes()

@@ -53,8 +53,6 @@ class GroupWork:
     allow_master_drift: bool = False
     mixtures: Mapping[int, Mixture] = field(default_factory=dict)
     """Tensor number → how it is computed, at least for the mixed tensors in ``ops``."""
-    summed: Mapping[int, tuple[int, int]] | None = None
-    """As in the plan, at least for the tensors in ``ops``."""
     measured: Mapping[int, DType] | None = None
     """As in the plan."""
 
@@ -113,7 +111,7 @@ class RemainingGroups(Iterable[GroupWork]):
         bands = plan.bands[self._band_first[first] : self._band_first[stop]]
         parts = plan.parts[self._part_first[first] : self._part_first[stop]]
         copied = parts["source_file"][parts["source_file"] != MADE]
-        tensors = distinct(ops["tensor"]).tolist() if plan.mixtures or plan.summed else ()
+        tensors = distinct(ops["tensor"]).tolist() if plan.mixtures else ()
         return GroupWork(
             group=first,
             source_paths=_paths(plan.source_files, np.concatenate([bands["file"], copied])),
@@ -128,7 +126,6 @@ class RemainingGroups(Iterable[GroupWork]):
             tied=plan.tied,
             allow_master_drift=plan.allow_master_drift,
             mixtures=_only(tensors, plan.mixtures),
-            summed=None if plan.summed is None else _only(tensors, plan.summed),
             measured=plan.measured,
         )
 

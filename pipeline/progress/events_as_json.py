@@ -175,4 +175,4 @@ class ProgressEvents:
             self._write_progress()
 
 
-_OF_AN_OUTCOME: Final = ("source", "target", "plan_id", "root", "seconds", "error")
+_OF_AN_OUTCOME: Final = ("source", "target", "plan_id", "seconds", "error")

@@ -117,8 +117,6 @@ class ReportData:
     facts: tuple[tuple[str, str], ...] = ()
     remarks: tuple[str, ...] = ()
     left: tuple[Left, ...] = ()
-    roots: Mapping[str, str] = field(default_factory=dict)
-    """Target → root of its fingerprints."""
     picture: Picture | None = None
     run: RunData | None = None
     budget_bytes: int | None = None

@@ -159,14 +159,13 @@ def describe_conversion(
     memory = _memory(report.plan.plan, run) or planned_memory
     known = {name for name, _ in planned.facts}
     further = [fact for fact in report.facts() if fact[0] not in known and fact[0] != "done"]
-    facts = [fact for fact in further if not fact[0].startswith((*_SHOWN_ELSEWHERE, "fingerprint", "worker"))]
+    facts = [fact for fact in further if not fact[0].startswith((*_SHOWN_ELSEWHERE, "worker"))]
     return replace(
         planned,
         status="converted",
         tone=GOOD,
         tiles=(first, *tiles, memory),
         facts=(*planned.facts, *facts),
-        roots={absolute(target): root for target, root in moved.fingerprint_roots.items()},
         run=run,
         retries=moved.retries,
         tables=(*_workers(report), *planned.tables),

@@ -87,7 +87,7 @@ def after_comparison(
         return _after_integrity(report, shown)
     if isinstance(report, DiffReport):
         return _after_diff(report, shown)
-    two = len(shown) == 2 and not (command and (command.has("--against") or command.has("--recorded")))
+    two = len(shown) == 2 and not (command and command.has("--against"))
     if report.equal:
         return (_launch(*shown[1:] if two else shown[:1]),)
     if two:

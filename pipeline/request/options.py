@@ -16,18 +16,14 @@ from functools import cache, wraps
 from typing import Annotated, Any, TypedDict, cast, get_type_hints
 
 from paddle_reshard.pipeline.core.choices import (
-    CHECKS,
     CONVENTIONS,
     DEVICES,
-    FINGERPRINTS,
     MASTER_WEIGHTS,
     REPLICAS,
-    Checks,
     Convention,
     Device,
     Dropped,
     Dtype,
-    Fingerprinted,
     MasterWeights,
     ModelState,
     Replicas,
@@ -238,34 +234,14 @@ class ConversionOptions(TargetOptions, total=False):
             "copies that differ; report: use the first of those too, and report them; first: read only the first.",
         ),
     ]
-    check: Annotated[
-        Checks,
+    master_weights: Annotated[
+        MasterWeights,
         Option(
-            decides=Decides.EXECUTION,
-            kept=True,
-            choices=CHECKS,
-            default=CHECKS[0],
-            help="How to compare parameters with their stored master weights: every element that is loaded anyway "
-            "plus samples of the remaining arrays, or every element.",
-        ),
-    ]
-    fingerprint: Annotated[
-        Fingerprinted,
-        Option(
-            decides=Decides.EXECUTION,
-            kept=True,
-            choices=FINGERPRINTS,
-            default=FINGERPRINTS[0],
-            help="Record fingerprints of tensors in the target's manifest: none; of tensors that pass through memory "
-            "and those that the source's manifest has; or of all, reading what the storage copied.",
-        ),
-    ]
-    allow_master_drift: Annotated[
-        bool,
-        Option(
-            kind=Kind.FLAG,
-            help="Keep parameters that differ from their rounded master weights and report them, instead of "
-            "refusing.",
+            choices=MASTER_WEIGHTS,
+            default=MASTER_WEIGHTS[0],
+            help="compare: refuse parameters that are not their master weights, rounded; report: keep both, and report "
+            "them; from-parameters: make master weights from the parameters of a checkpoint that holds nothing else, "
+            "for a job that starts from them with a new optimizer.",
         ),
     ]
     no_space_check: Annotated[
@@ -277,16 +253,13 @@ class ConversionOptions(TargetOptions, total=False):
             "it correctly.",
         ),
     ]
-    vocab_pad: Annotated[
+    vocab_size: Annotated[
         int | None,
         Option(
             kind=Kind.COUNT,
-            help="Pad the vocabulary to this number of rows; new rows are zero in every state.",
+            help="Number of rows that the vocabulary is to have: new ones are zero in every state, and those beyond it "
+            "are dropped.",
         ),
-    ]
-    vocab_trim: Annotated[
-        int | None,
-        Option(kind=Kind.COUNT, help="Trim the vocabulary to this number of rows; the rest is dropped."),
     ]
     ranks: Annotated[
         str | Sequence[int] | None,
@@ -295,15 +268,6 @@ class ConversionOptions(TargetOptions, total=False):
             help="Make only the files that these ranks of the target's job read, as in 8-15 or 0,2: the "
             "portion of one node. Ids and digest are those of the whole, so that nodes can compare them.",
             not_scheduled="each node of a job makes its own portion",
-        ),
-    ]
-    master_weights: Annotated[
-        MasterWeights,
-        Option(
-            choices=MASTER_WEIGHTS,
-            default=MASTER_WEIGHTS[0],
-            help="from-parameters: make master weights from the parameters of a checkpoint that holds nothing else, "
-            "for a job that starts from them with a new optimizer.",
         ),
     ]
     drop: Annotated[
@@ -374,20 +338,11 @@ class RunOptions(TypedDict, total=False):
         Option(
             kind=Kind.FLAG,
             decides=Decides.EXECUTION,
-            help="Continue an interrupted conversion, if there is one; a finished target is only checked "
-            "quickly, and refused if it is visibly damaged. Without --to and --format, its original "
-            "options are used; --memory, --check and --fingerprint may always be omitted. Of several "
-            "targets, give the locations alone, in the original order. Give --fill, --merge-into, --like, "
-            "--allow-links and options for stores again: a stored record must not decide them.",
-        ),
-    ]
-    take_over: Annotated[
-        bool,
-        Option(
-            kind=Kind.FLAG,
-            decides=Decides.EXECUTION,
-            help="Resume a conversion that has ended on another machine, without waiting for its lock to "
-            "expire; implies --resume.",
+            help="Continue an interrupted conversion, if there is one; where it ended on another machine, once its "
+            "lock has expired, after two minutes at most. A finished target is only checked quickly, and refused if it "
+            "is visibly damaged. Without --to and --format, its original options are used; --memory may always be "
+            "omitted. Of several targets, give the locations alone, in the original order. Give --fill, --merge-into, "
+            "--like, --allow-links and options for stores again: a stored record must not decide them.",
         ),
     ]
 

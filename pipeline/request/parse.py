@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paddle_reshard.pipeline.checkpoint.format import Entries
-from paddle_reshard.pipeline.core.choices import CHECKS, DEVICES, FINGERPRINTS
+from paddle_reshard.pipeline.core.choices import DEVICES
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.limits import MAX_VOCABULARY
 from paddle_reshard.pipeline.core.ranks import parse_ranks, ranks_in_words
@@ -166,8 +166,6 @@ class ConversionRequest:
     device: str = DEVICES[0]
     resume: bool = False
     """Whether to continue an unfinished conversion, if there is one."""
-    take_over: bool = False
-    """Whether to continue it even if its process, on another machine, may still be running."""
     expected_plan: Path | None = None
     """File with the only plan that may be run."""
     sizes: PlanSizes = PlanSizes()
@@ -219,16 +217,6 @@ class ConversionRequest:
         return self.options.get("ranks") or ()
 
     @property
-    def fingerprint(self) -> str:
-        """Which fingerprints the manifests record."""
-        return self.options.get("fingerprint") or FINGERPRINTS[0]
-
-    @property
-    def check_in_full(self) -> bool:
-        """Whether every parameter is compared with its master weight, or samples of what is not loaded."""
-        return (self.options.get("check") or CHECKS[0]) != CHECKS[0]
-
-    @property
     def budget_bytes(self) -> int:
         """Memory budget of each worker."""
         memory: Size | None = self.options.get("memory")
@@ -242,8 +230,7 @@ class ConversionRequest:
             budget_bytes=self.budget_bytes,
             compare_replicas=given.get("replicas") != "first",
             allow_replica_drift=given.get("replicas") == "report",
-            allow_master_drift=bool(given.get("allow_master_drift")),
-            sums=self.fingerprint != FINGERPRINTS[0],
+            allow_master_drift=given.get("master_weights") == "report",
             sizes=self.sizes,
         )
 
@@ -293,15 +280,6 @@ class ConversionRequest:
             raise UsageError(
                 f"{asked} with several targets: the ranks are those of one job; convert one by one"
             )
-        if self.fingerprint != FINGERPRINTS[0]:
-            raise UsageError(
-                f"{asked} with --fingerprint {self.fingerprint}: a portion holds pieces of tensors"
-            )
-        if self.check_in_full:
-            raise UsageError(
-                f"{asked} with --check full: a portion compares what it loads anyway, and samples; paddle-reshard "
-                "verify of the source compares everything"
-            )
 
 
 @dataclass(frozen=True)
@@ -350,7 +328,6 @@ def parse_request(
         If an option is invalid, or does not apply to its target.
     """
     run = {name: value for name, value in _values(options, _OF_RUN).items() if value is not None}
-    run["resume"] = bool(run.get("resume") or run.get("take_over"))
     plan: PathLike | None = options.get("expected_plan")  # type: ignore[assignment]
     return ConversionRequest(
         tuple(_values(of_target, TARGET_OPTIONS) for of_target in _of_targets(options, target)),
@@ -384,11 +361,9 @@ def _check_together(given: Values, targets: Sequence[Request]) -> None:
     """Refuse options of changes that contradict each other."""
     from paddle_reshard.pipeline.core.tensors import EMA, MTP
 
-    pad, dropped, aoa = given.get("vocab_pad"), given.get("drop", ()), given.get("aoa")
-    if pad is not None and given.get("vocab_trim") is not None:
-        raise UsageError("the vocabulary can be padded or trimmed, not both")
-    if pad is not None and pad > MAX_VOCABULARY:
-        raise UsageError(f"--vocab-pad {pad}: at most {MAX_VOCABULARY} rows are supported")
+    rows, dropped, aoa = given.get("vocab_size"), given.get("drop", ()), given.get("aoa")
+    if rows is not None and rows > MAX_VOCABULARY:
+        raise UsageError(f"--vocab-size {rows}: at most {MAX_VOCABULARY} rows are supported")
     if EMA in dropped and any(asked.of_average for asked in targets):
         raise UsageError("--drop ema cannot be combined with --state ema")
     if MTP in dropped and aoa is not None:

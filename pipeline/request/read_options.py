@@ -9,7 +9,13 @@ replaces its help, where it means something else.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
-from paddle_reshard.pipeline.core.choices import Convention, Dropped, ReadReplicas, Replicas
+from paddle_reshard.pipeline.core.choices import (
+    Convention,
+    Dropped,
+    ReadMasterWeights,
+    ReadReplicas,
+    Replicas,
+)
 from paddle_reshard.pipeline.core.topology import Strategy
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import FormatName
@@ -69,9 +75,9 @@ class LoadOptions(ReadOptions, total=False):
         "Names of entries that keep their values if the checkpoint has none for them, and of parameters that it may "
         "lack; * matches anything.",
     ]
-    allow_master_drift: Annotated[
-        bool,
-        "Load parameters that differ from their rounded master weights and report them, instead of refusing.",
+    master_weights: Annotated[
+        ReadMasterWeights,
+        "compare: refuse parameters that are not their master weights, rounded; report: load both, and report them.",
     ]
 
 
@@ -89,7 +95,10 @@ class ResumeOptions(ReadOptions, total=False):
     memory: Annotated[str | int, "Memory budget of a conversion, as in 512MiB or 4GiB."]
     allow_missing: Sequence[str]
     replicas: Replicas
-    allow_master_drift: bool
+    master_weights: Annotated[
+        ReadMasterWeights,
+        "compare: refuse parameters that are not their master weights, rounded; report: keep both, and report them.",
+    ]
     drop: Sequence[Dropped]
 
 

@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.changes.read import OpenChanges
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, MissingPolicy
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.choices import READ_MASTER_WEIGHTS, parse_choice
 from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError
 from paddle_reshard.pipeline.core.units import DEFAULT_MEMORY, PathLike, parse_memory, texts_of
 from paddle_reshard.pipeline.indexing.opening import open_checkpoint
@@ -72,7 +73,7 @@ class LoadReport:
     kept: tuple[str, ...]
     """Entries without a value in the checkpoint that were left unchanged, as ``allow_missing`` permits."""
     master_drift: tuple[str, ...] = ()
-    """Parameters that differ from the cast of their master weights, as ``allow_master_drift`` permits."""
+    """Parameters that differ from the cast of their master weights, as ``master_weights="report"`` permits."""
 
 
 @with_options(LoadOptions)
@@ -150,7 +151,11 @@ def _settings(options: LoadOptions) -> PlanSettings:
     return PlanSettings(
         parse_memory(options.get("memory", DEFAULT_MEMORY)),
         compare_replicas=False,
-        allow_master_drift=options.get("allow_master_drift", False),
+        allow_master_drift=not parse_choice(
+            options.get("master_weights", READ_MASTER_WEIGHTS[0]),
+            READ_MASTER_WEIGHTS,
+            "choice of master weights",
+        ),
     )
 
 

@@ -133,7 +133,7 @@ def in_words(error: BaseException) -> str:
 
 INCIDENTAL = (
     *("generation", "version", "additional_files", "digest", "plan_id", "etags", "parts", "source"),
-    *("request", "target_number", "limits", "fingerprints"),
+    *("request", "target_number", "limits"),
 )
 """Entries of a manifest in which equal targets may differ. The request names options that change no byte."""
 

@@ -136,11 +136,6 @@ class Records:
         """The manifest of a target; empty without a manifest of ours."""
         return own_manifest(self.out.read(f"{name}/{MANIFEST}")) or {}
 
-    def root(self, name: str) -> str | None:
-        """The root of the fingerprints in a target's manifest."""
-        entry = self.manifest(name).get("fingerprints")
-        return entry.get("root") if isinstance(entry, dict) else None
-
     def path_of(self, name: str) -> str:
         """Where the record of a checkpoint is."""
         return f"{SEEN}/{self.identify(self.run.at(name), self.out.at(name))}.json"

@@ -279,7 +279,6 @@ class Watcher:
         outcome = replace(
             self._outcome(EVENTS[record.state], name, error=None if done else record.reason),
             plan_id=record.plan_id if done else None,
-            root=self.records.root(name) if done else None,
             seconds=seconds,
         )
         self.records.note(outcome)

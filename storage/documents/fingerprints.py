@@ -1,4 +1,4 @@
-"""A document with the fingerprints of a checkpoint, as ``fingerprint --output`` writes it and as manifests hold it."""
+"""A document with the fingerprints of a checkpoint, as ``fingerprint --output`` writes it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,8 @@ class _Entries:
 
     OPEN: ClassVar[bool] = True
     algorithm: Literal["crc64nvme"]
-    root: str | None
-    """``None`` in a manifest that lacks fingerprints of some tensors."""
+    root: str
     tensors: tuple[Line, ...]
-
-
-def fingerprints_data(fingerprints: Fingerprints) -> dict[str, Any]:
-    """The entries of a document, or of a manifest."""
-    return {
-        "algorithm": ALGORITHM,
-        "root": fingerprints.root,
-        "states": dict(fingerprints.states),
-        "tensors": list(fingerprints.entries()),
-    }
 
 
 def format_fingerprints(fingerprints: Fingerprints, facts: Mapping[str, Any]) -> bytes:
@@ -51,7 +40,9 @@ def format_fingerprints(fingerprints: Fingerprints, facts: Mapping[str, Any]) ->
         "format": FORMAT,
         "generation": GENERATION,
         **facts,
-        **fingerprints_data(fingerprints),
+        "algorithm": ALGORITHM,
+        "root": fingerprints.root,
+        "states": dict(fingerprints.states),
         "tensors": None,
     }
     return with_lines(json.dumps(head, indent=1), "tensors", fingerprints.lines()).encode()
@@ -85,17 +76,6 @@ def parse_fingerprints(data: bytes, path: str) -> Fingerprints:
             None,
             f"has generation {values.get('generation')!r}; this version reads {GENERATION}",
         )
-    return read_fingerprints(values, path)
-
-
-def read_fingerprints(values: object, path: str) -> Fingerprints:
-    """The fingerprints in the entries of a document or manifest.
-
-    Raises
-    ------
-    FormatError
-        If entries are damaged, or the root is not that of the tensors.
-    """
     try:
         entries = typed(values, _Entries)
         tensors = Tensors(
@@ -108,7 +88,7 @@ def read_fingerprints(values: object, path: str) -> Fingerprints:
     if any(following <= identity for identity, following in pairwise(identities)):
         raise FormatError("damaged", path, None, "its tensors are not sorted by key and state")
     fingerprints = Fingerprints(tensors, np.array(checksums, dtype=np.uint64))
-    if entries.root is not None and fingerprints.root != entries.root:
+    if fingerprints.root != entries.root:
         detail = f"the root of its tensors is {fingerprints.root}, the document says {entries.root}"
         raise FormatError("damaged", path, None, detail)
     return fingerprints

@@ -212,7 +212,7 @@ class LocalTarget(TargetStore):
         if left is None:
             self.staging.session_store.tidy()
         elif self.staging.is_moved(left):
-            with self.staging.taken(self.permission) as still:
+            with self.staging.taken() as still:
                 if still is not None and self.staging.is_moved(still):
                     self._remove_replaced()
                     self.staging.session_store.remove_alone()
@@ -306,7 +306,7 @@ class LocalTarget(TargetStore):
         with self._translated():
             if not folder.is_dir():
                 return []
-            with self.staging.taken(self.permission):
+            with self.staging.taken():
                 self._take_back()
         return [str(folder)]
 

@@ -150,7 +150,7 @@ class FsspecTarget(TargetStore):
         listing = self.folder.listing()
         found = self.find_session(listing)
         if found is not None and self.is_published(found, listing):
-            acquire_lock(self.session_store, self.location, self.permission)
+            acquire_lock(self.session_store, self.location)
             self.session_store.remove()
             return self.folder.listing(), None
         return listing, found
@@ -353,6 +353,6 @@ class StagedTarget(FsspecTarget):
         with translated(folder, self.location, TargetError):
             if not folder.is_dir():
                 return []
-            with self.staging.taken(self.permission):
+            with self.staging.taken():
                 self.staging.session_store.remove_alone()
         return [str(folder)]

@@ -271,9 +271,7 @@ class S3Target(FsspecTarget):
         listing, found = self._sweep()
         refuse_replacing(found, self.location)
         session = (
-            find_session(self.session_store)
-            if acquire_lock(self.session_store, self.location, self.permission)
-            else None
+            find_session(self.session_store) if acquire_lock(self.session_store, self.location) else None
         )
         strays = self.folder.attempt("", uploads.list_uploads, self.s3)
         leftovers = find_leftovers(session, listing.files, strays)

@@ -46,8 +46,6 @@ from paddle_reshard.storage.store import OWN_PREFIX, Identity, NewFile, Permissi
 
 _RECEIPT = tuple[str, int, int, str, str, str]
 """The fields of a :class:`Receipt`, as a line of the ledger holds them."""
-_SUM = tuple[int, int, str, int]
-"""What a unit adds to a fingerprint, as :class:`Record` has it."""
 SESSION = f"{OWN_PREFIX}session.json"
 """Name of the record among the objects of a target."""
 LEASE_SECONDS = 120.0
@@ -170,7 +168,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 def ledger_line(record: Record) -> bytes:
     """A record as one line of JSON."""
     parts = [(r.path, r.byte_offset, r.nbytes, r.tag, r.checksum, r.md5) for r in record.receipts]
-    return f"{_as_json([record.unit, parts, record.drift, record.sums])}\n".encode()
+    return f"{_as_json([record.unit, parts, record.drift])}\n".encode()
 
 
 def parse_ledger(data: bytes) -> tuple[list[Record], int]:
@@ -186,12 +184,10 @@ def parse_ledger(data: bytes) -> tuple[list[Record], int]:
         try:
             if not line.endswith(b"\n"):
                 break
-            unit, parts, drift, sums = typed(
-                parse_json(line), tuple[int, tuple[_RECEIPT, ...], tuple[str, ...], tuple[_SUM, ...]]
-            )
+            unit, parts, drift = typed(parse_json(line), tuple[int, tuple[_RECEIPT, ...], tuple[str, ...]])
         except JsonError:
             break
-        records.append(Record(unit, tuple(Receipt(*part) for part in parts), drift, sums))
+        records.append(Record(unit, tuple(Receipt(*part) for part in parts), drift))
         good += len(line)
     return records, good
 
@@ -276,8 +272,8 @@ def find_session(store: SessionStore) -> SessionRecord | None:
     return None if stored is None else SessionRecord.parse(stored[0], store.location)
 
 
-def refuse_busy(record: SessionRecord, location: str, permission: Permission) -> None:
-    """Refuse, naming the holder, while another run holds the lock; a lock of another machine can be taken over."""
+def refuse_busy(record: SessionRecord, location: str) -> None:
+    """Refuse, naming the holder, while another run holds the lock; a lock of another machine expires."""
     me, now = this_process(), time.time()
     lock = record.lock
     ended_here = lock.holder == me and lock.nonce not in Session.running
@@ -291,17 +287,17 @@ def refuse_busy(record: SessionRecord, location: str, permission: Permission) ->
     )
     if here:
         raise BusyError(f"{location}: another conversion is writing it: {owner}; wait for it, or stop it")
-    if not permission.take_over:
-        remaining = lock.lease_seconds - max(0.0, now - lock.renewed_at)
-        raise BusyError(
-            f"{location}: another conversion is writing it: {owner}; if it has ended, wait {remaining:.0f} s, or "
-            "use --take-over"
-        )
+    remaining = lock.lease_seconds - max(0.0, now - lock.renewed_at)
+    raise BusyError(
+        f"{location}: another conversion is writing it: {owner}; if it has ended, its lock expires in "
+        f"{remaining:.0f} s, for which --resume waits",
+        remaining,
+    )
 
 
 def refuse_unfinished(record: SessionRecord, location: str, permission: Permission) -> None:
     """Refuse an unfinished conversion that another run holds, or that nobody has asked to resume."""
-    refuse_busy(record, location, permission)
+    refuse_busy(record, location)
     if not permission.resume:
         raise TargetError(
             f"{location}: holds an unfinished conversion of {record.identity.source}; the same command with --resume "
@@ -309,13 +305,13 @@ def refuse_unfinished(record: SessionRecord, location: str, permission: Permissi
         )
 
 
-def acquire_lock(store: SessionStore, location: str, permission: Permission) -> bool:
+def acquire_lock(store: SessionStore, location: str) -> bool:
     """Take the lock of a session in order to remove it, unless another run holds it; False if there is no session."""
     stored = store.read()
     if stored is None:
         return False
     record, lock = SessionRecord.parse(stored[0], store.location), _new_lock()
-    refuse_busy(record, location, permission)
+    refuse_busy(record, location)
     if store.write(replace(record, lock=lock).data(), stored[1]) is None:
         raise BusyError(f"{location}: another conversion has begun writing it just now")
     return True

@@ -273,7 +273,7 @@ class Staging:
         return find_session(self.session_store)
 
     @contextlib.contextmanager
-    def taken(self, permission: Permission) -> Iterator[SessionRecord | None]:
+    def taken(self) -> Iterator[SessionRecord | None]:
         """Take the lock, unless another run holds it, in order to remove everything.
 
         This writes nothing, so it works on a full disk.
@@ -281,7 +281,7 @@ class Staging:
         with self.session_store.locked():
             left = self.find()
             if left is not None:
-                refuse_busy(left, self.location, permission)
+                refuse_busy(left, self.location)
             yield left
 
     def begin(

@@ -478,7 +478,7 @@ engine = choose_engine("ray", 1, 256 << 20)
 from tests.cluster.faults import Through, Watched
 
 source, target, notes = map(Path, sys.argv[1:])
-plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3", fingerprint="known")
+plan = paddle_reshard.plan(source, target, to="tp=2,sharding=3")
 watched = Through(lambda works, source, writer: engine.run(works, Watched(source, notes), writer))
 run_conversion(plan, Outputs([LocalTarget(target)]), watched, ignore_events)
 import ray

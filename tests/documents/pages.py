@@ -164,8 +164,8 @@ PAGES: dict[str, Page] = {
         holds={"checkpoint-1000": LLAMA, "checkpoint-1010": LLAMA},
         before=(
             "convert checkpoint-1000 converted --to pp=4", "convert checkpoint-1000 one-card --to tp=1",
-            "convert checkpoint-1000 two-cards --to tp=2 --fingerprint full",
-            "convert checkpoint-1000 four-stages --to pp=4 --fingerprint full",
+            "convert checkpoint-1000 two-cards --to tp=2",
+            "convert checkpoint-1000 four-stages --to pp=4",
             "convert checkpoint-1000 model --format huggingface",
         ),
     ),

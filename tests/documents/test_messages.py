@@ -166,7 +166,7 @@ SITUATIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "the format unified cannot hold": (nothing, "plan checkpoint-1000 --format unified"),
     "--memory 1MiB is below": (nothing, "plan checkpoint-1000 --to tp=1 --memory 1MiB"),
     "different steps or runs": (of_two_runs, "inspect checkpoint-1000"),
-    "another conversion is writing": (taken, "convert checkpoint-1000 one --resume"),
+    "another conversion is writing": (taken, "clean one"),
     "was started with --to tp=1": (unfinished, "convert checkpoint-1000 one --to tp=2 --resume"),
     "is no part of the checkpoint": (beside_another_format, "inspect checkpoint-1000"),
     "this step is saved again": (saved_again, "plan checkpoint-1000 --to tp=1"),

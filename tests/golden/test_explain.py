@@ -25,7 +25,7 @@ SUFFIXES = {"param": "", "master_weight": ".w_0", "ema_master_weight": ".ema_w_0
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one card": (HYBRID, {"to": "tp=1"}),
     "other cuts": (HYBRID, {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v1"}),
-    "padded": (HYBRID, {"to": "sharding=2", "vocab_pad": 192}),
+    "padded": (HYBRID, {"to": "sharding=2", "vocab_size": 192}),
     "flex": (HYBRID, {"format": "flex", "files": 2}),
     "unified": (HYBRID, {"format": "unified", "drop": ["ema"]}),
     "model": (HYBRID, {"format": "huggingface"}),

@@ -130,11 +130,11 @@ def test_a_tensor_under_its_own_key_and_the_one_it_is_saved_under_is_refused(tmp
 
 def test_the_vocabulary_of_a_section_grows(tmp_path: Path) -> None:
     source = _checkpoint("qwen2_5_vl_single")
-    paddle_reshard.convert(source, tmp_path / "padded", to="tp=1", vocab_pad=160)
+    paddle_reshard.convert(source, tmp_path / "padded", to="tp=1", vocab_size=160)
     config = json.loads((tmp_path / "padded" / "config.json").read_text())
     assert config["text_config"]["vocab_size"] == 160
     assert "vocab_size" not in config
-    paddle_reshard.convert(tmp_path / "padded", tmp_path / "back", to="tp=1", vocab_trim=128)
+    paddle_reshard.convert(tmp_path / "padded", tmp_path / "back", to="tp=1", vocab_size=128)
     assert paddle_reshard.verify(source, tmp_path / "back").equal
 
 

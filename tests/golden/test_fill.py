@@ -91,7 +91,7 @@ def test_a_base_that_nothing_is_taken_from_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"vocab_pad": 128}, r"bfloat16 \(96, 32\) in the checkpoint, but bfloat16 \(128, 32\) in "),
+        ({"vocab_size": 128}, r"bfloat16 \(96, 32\) in the checkpoint, but bfloat16 \(128, 32\) in "),
         ({"dtype": "float32"}, r"bfloat16 \(96, 32\) in the checkpoint, but float32 \(96, 32\) in "),
     ],
 )

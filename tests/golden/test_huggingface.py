@@ -321,7 +321,7 @@ def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
         key: array[:100] if "embed_tokens" in key else array[:, :100] if key == "lm_head.weight" else array
         for key, array in _parameters(_truth(case)).items()
     }
-    assert _export(case, tmp_path / "hf", vocab_trim=100) == _expected(trimmed, _config(case))
+    assert _export(case, tmp_path / "hf", vocab_size=100) == _expected(trimmed, _config(case))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 100
 
 
@@ -385,7 +385,7 @@ def test_a_parameter_that_is_not_its_master_weight_is_refused(tmp_path: Path) ->
         paddle_reshard.convert(source, tmp_path / "hf", format="huggingface", dtype="float32")
     changed = _parameters(_truth(case)) | {"llama.norm.weight": _truth(case)["llama.norm.weight"].copy()}
     changed["llama.norm.weight"].view(np.uint8)[0] ^= 1
-    paddle_reshard.convert(source, tmp_path / "as_trained", format="huggingface", allow_master_drift=True)
+    paddle_reshard.convert(source, tmp_path / "as_trained", format="huggingface", master_weights="report")
     assert _read(tmp_path / "as_trained") == _expected(changed, _config(case))
 
 

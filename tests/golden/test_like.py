@@ -131,10 +131,10 @@ def test_buffers_that_the_trainer_lost_are_taken_if_they_may_be_missing(tmp_path
 
 def test_the_vocabulary_has_the_size_of_the_donor_if_that_is_asked_for(tmp_path: Path) -> None:
     source = _checkpoint("mp2_tied")
-    paddle_reshard.convert(source, tmp_path / "donor", format="huggingface", vocab_pad=160)
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: shape \(128, 64\).*--vocab-pad"):
+    paddle_reshard.convert(source, tmp_path / "donor", format="huggingface", vocab_size=160)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight: shape \(128, 64\).*--vocab-size"):
         _completed(source, tmp_path / "hf", tmp_path / "donor")
-    _completed(source, tmp_path / "hf", tmp_path / "donor", vocab_pad=160)
+    _completed(source, tmp_path / "hf", tmp_path / "donor", vocab_size=160)
     assert _read(tmp_path / "hf") == _read(tmp_path / "donor")
 
 

@@ -199,8 +199,6 @@ def test_parameters_of_another_step_are_found_by_a_node(format: str, tmp_path: P
         ("tp=2 has the ranks 0-1", {"to": "tp=2", "ranks": "1-2"}),
         ("'1-x' are no ranks; write 8-15", {"to": "tp=2", "ranks": "1-x"}),
         ("'3-1' are no ranks", {"to": "tp=4", "ranks": "3-1"}),
-        ("a portion holds pieces of tensors", {"to": "tp=2", "fingerprint": "full"}),
-        ("compares what it loads anyway", {"to": "tp=2", "check": "full"}),
     ],
 )
 def test_what_is_not_the_portion_of_a_job_is_refused(told: str, options: dict[str, Any]) -> None:

@@ -23,13 +23,13 @@ KEY = "model.layers.3.self_attn.k_proj.weight"
 PROGRAM = "model.norm.weight -> tail.norm.weight\n"
 ASKED: dict[str, dict[str, Any]] = {
     "topology": {"to": "tp=2,pp=2", "memory": "300MiB"},
-    "flex": {"format": "flex", "files": 2, "fingerprint": "known"},
+    "flex": {"format": "flex", "files": 2},
     "model": {"format": "huggingface", "dtype": "float32", "max_shard_size": "100KB"},
     "average": {"format": "huggingface", "state": "ema"},
     "vocabulary": {
         "to": "sharding=2",
         "sharding_strategy": "stage1v1",
-        "vocab_pad": 192,
+        "vocab_size": 192,
         "layout": {"comm_buffer_size_MB": 1},
         "drop": ["ema"],
         "allow_missing": ["*.bias"],

@@ -12,8 +12,8 @@ import paddle_reshard
 from paddle_reshard import CoverageError, PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.request.options import TargetOptions
 from tests.conftest import case_directory, case_names
-from tests.golden.test_every_format import BUFFERS, config_of
-from tests.kept import Lines, check_kept, lines_of
+from tests.golden.test_every_format import config_of
+from tests.kept import BUFFERS, Lines, check_kept, lines_of
 from tests.sampling import exhaustive
 
 WAYS: dict[str, TargetOptions] = {
@@ -33,15 +33,10 @@ def converted(
     case: str, source: Path, into: Path, config: Path | None, ways: Iterable[str] = WAYS
 ) -> dict[str, Path]:
     """The targets in all forms that the checkpoint can have; what is refused is so by name, before anything is made."""
-    options: dict[str, Any] = {
-        "config": config,
-        "allow_missing": BUFFERS,
-        "replicas": "report",
-        "fingerprint": "full",  # the disk may copy tensors by itself, which "known" leaves out
-    }
+    options: dict[str, Any] = {"config": config, "allow_missing": BUFFERS, "replicas": "report"}
     targets = {}
     for name in ways:
-        if name == "model" and "lora" in case:  # the manifest of an adapter alone has no fingerprints
+        if name == "model" and "lora" in case:  # an adapter alone is no model
             continue
         drop = ["ema"] if name == "unified" else []
         try:
@@ -51,6 +46,17 @@ def converted(
         else:
             targets[name] = into / name
     return targets
+
+
+def kept(case: str, way: str, source: Path, lines: Lines, target: Path, config: Path | None) -> Lines:
+    """The tensors of a target, held against those of its source."""
+    if way != "model":
+        found = lines_of(target)
+        check_kept(way, carried(case, way, lines), found)
+        return found
+    same = paddle_reshard.verify(source, target, states=["param"], config=config, allow_missing=BUFFERS)
+    assert same, same.verdict
+    return {entry: line for entry, line in lines.items() if entry[1] == "param"}
 
 
 def carried(case: str, way: str, lines: Lines) -> Lines:
@@ -87,19 +93,15 @@ def test_every_way_over_every_form_keeps_the_fingerprints(
     folder = case_directory(case)
     beside = folder / ("final/config.json" if case == "states/lora_fc_mp2" else "config.json")
     config = beside if beside.exists() else config_of(case) if case.startswith(GIVEN_CONFIG) else None
-    first = converted(case, folder / "checkpoint-3", tmp_path / "B", config)
+    a = folder / "checkpoint-3"
+    first = converted(case, a, tmp_path / "B", config)
     assert first
-    report = paddle_reshard.fingerprint(folder / "checkpoint-3", config=config, allow_missing=BUFFERS)
-    found = report.fingerprints
-    of_a: Lines = {
-        (tensor.key, tensor.state): [tensor.dtype.name, list(tensor.global_shape), f"{int(checksum):016x}"]
-        for tensor, checksum in zip(found.tensors, found.checksums, strict=True)
-    }
+    of_a = lines_of(a, config=config)
     for name, b in first.items():
-        of_b = lines_of(b)
-        check_kept(name, carried(case, name, of_a), of_b)
+        of_b = kept(case, name, a, of_a, b, config)
         for way, c in converted(case, b, tmp_path / f"C of {name}", None, onward[name]).items():
-            of_c = lines_of(c)
             if name == "model":  # a job starts from it, with the same parameters
-                of_c = {entry: line for entry, line in of_c.items() if entry[1] == "param"}
-            check_kept(way, carried(case, way, of_b), of_c)
+                same = paddle_reshard.verify(b, c, states=["param"], allow_missing=BUFFERS)
+                assert same, same.verdict
+            else:
+                kept(case, way, b, of_b, c, None)

@@ -88,7 +88,7 @@ def test_parameters_alone_are_a_source_for_what_holds_parameters(
         ),
         ("opt_mini_single", {"format": "flex"}, "in the format flex is not known; convert to hybrid or hybrid-plain"),
         ("opt_mini_single", {"format": "unified"}, "in the format unified is not known"),
-        ("opt_mini_single", {"to": "tp=1", "vocab_pad": 128}, "AdamWMini, .* the vocabulary cannot be resized"),
+        ("opt_mini_single", {"to": "tp=1", "vocab_size": 128}, "AdamWMini, .* the vocabulary cannot be resized"),
         ("noopt_single", {"to": "sharding=2"}, "sharding=2: the source holds parameters only"),
     ],
 )  # fmt: skip

@@ -191,7 +191,7 @@ def test_markers_of_asynchronous_saving_stay_behind(tmp_path: Path) -> None:
 
 def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
     source, truth = _checkpoint(small_case("nlp_uc_mp2pp2")), truth_of("nlp_uc_mp2pp2")
-    paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"], vocab_trim=20)
+    paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"], vocab_size=20)
     found = read_unified(tmp_path / "unified")
     for state in ("", ".w_0", ".moment1_0"):
         for key, rows in (("llama.embed_tokens.weight", np.s_[:20]), ("lm_head.weight", np.s_[:, :20])):

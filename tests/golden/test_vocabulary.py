@@ -43,28 +43,18 @@ def test_the_vocabulary_is_resized_in_every_state(
 ) -> None:
     truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
     wanted = {key: _resized(name, array, key, size) for key, array in truth.items()}
-    resize = {"vocab_pad": size} if size > 128 else {"vocab_trim": size}
     target = tmp_path / "target"
     paddle_reshard.convert(
-        case_directory(name) / "checkpoint-3", target, to=to, sharding_strategy=strategy, **resize
+        case_directory(name) / "checkpoint-3", target, to=to, sharding_strategy=strategy, vocab_size=size
     )
     oracle.assert_same_tensors(oracle.read_checkpoint(target, oracle.shapes_of(wanted)), wanted)
     assert json.loads((target / "config.json").read_text())["vocab_size"] == size
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_pad": 128}, "cannot grow to 128"),
-        ({"vocab_trim": 128}, "cannot shrink to 128"),
-        ({"vocab_trim": 1, "vocab_pad": 200}, "not both"),
-    ],
-)
-def test_a_size_on_the_wrong_side_is_refused(options: dict, message: str, tmp_path: Path) -> None:
+def test_a_vocabulary_that_has_the_size_stays_as_it_is(tmp_path: Path) -> None:
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
-    with pytest.raises(paddle_reshard.ReshardError, match=message):
-        paddle_reshard.convert(source, tmp_path / "target", to="tp=1", **options)
-    assert not list(tmp_path.iterdir())
+    plans = [paddle_reshard.plan(source, to="tp=1", **size) for size in ({}, {"vocab_size": 128})]
+    assert plans[0].plan_id == plans[1].plan_id
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_replicated_where_the_trainer_does(tmp_path: Path) -> None:
@@ -73,7 +63,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_replicated_where_the_trainer_do
     truth = oracle.read_truth(case_directory(name) / "truth.safetensors")
     wanted = {key: _resized(name, array, key, 127) for key, array in truth.items()}
     paddle_reshard.convert(
-        case_directory(name) / "checkpoint-3", tmp_path / "target", to="tp=2,sharding=2", vocab_trim=127
+        case_directory(name) / "checkpoint-3", tmp_path / "target", to="tp=2,sharding=2", vocab_size=127
     )
     oracle.assert_same_tensors(oracle.read_checkpoint(tmp_path / "target", oracle.shapes_of(wanted)), wanted)
     meta = json.loads((tmp_path / "target" / "model_meta.json").read_text())
@@ -85,4 +75,4 @@ def test_a_vocabulary_that_tp_does_not_divide_is_replicated_where_the_trainer_do
 def test_a_vocabulary_that_tp_does_not_divide_is_refused_where_the_trainer_does(tmp_path: Path) -> None:
     source = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
     with pytest.raises(paddle_reshard.ReshardError, match="tp=2 does not divide vocab_size=127"):
-        paddle_reshard.convert(source, tmp_path / "target", to="tp=2", vocab_trim=127)
+        paddle_reshard.convert(source, tmp_path / "target", to="tp=2", vocab_size=127)

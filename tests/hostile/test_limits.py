@@ -87,7 +87,7 @@ OPTIONS = {
     "--to tp=1 --memory 99999999999999999999GiB": "is more than any file or memory has",
     f"--to tp=1 --memory {'9' * 400}": "is more than any file or memory has",
     f"--format huggingface --max-shard-size {'9' * 40}TB": "is more than any file or memory has",
-    f"--to tp=1 --vocab-pad {10**15}": "at most 268435456 rows",
+    f"--to tp=1 --vocab-size {10**15}": "at most 268435456 rows",
     f'--to sharding=2 --layout {{"comm_buffer_size_MB":{10**30}}}': "must be at most 1048576",
 }
 

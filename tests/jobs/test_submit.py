@@ -56,8 +56,8 @@ DECIDES = {
         "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format": "hybrid-plain", "state": "ema",
         "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
         "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
-        "replicas": "first", "allow_master_drift": True,
-        "vocab_pad": 128, "vocab_trim": 64, "overwrite": True, "drop": "ema", "allow_links": True,
+        "replicas": "first",
+        "vocab_size": 128, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",
         "master_weights": "from-parameters", "ranks": "0",
     },
@@ -65,8 +65,8 @@ DECIDES = {
     Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2,
         "device": "gpu",
-        "check": "full", "no_space_check": True, "fingerprint": "full",
-        "resume": True, "take_over": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
+        "no_space_check": True,
+        "resume": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
         "report_path": "page.html",
     },
     Decides.ACCESS: {
@@ -149,7 +149,7 @@ def test_a_job_gets_exactly_what_convert_was_given(tmp_path: Path, monkeypatch: 
     (tmp_path / "my rules.json").write_text('{"a": 1}')
     request = read(
         *("a b", "s3://bucket/out/", "--to", "tp=2", "--rules", "my rules.json"),
-        *("--vocab-pad", 128, "--layout", '{"segmentation": "layer:Llama Decoder"}', "--replicas", "report"),
+        *("--vocab-size", 128, "--layout", '{"segmentation": "layer:Llama Decoder"}', "--replicas", "report"),
     )
     spelled = request.spell(request.values["source"], request.values["target"])
     again = read(*(argument.replace("rules.json", str(tmp_path / "my rules.json")) for argument in spelled))

@@ -140,7 +140,7 @@ def test_what_differs_is_loaded_where_that_is_allowed(tmp_path: Path) -> None:
         {"model": job.model, "optimizer": job.states},
         source,
         parameter_to_structured_name=job.names,
-        allow_master_drift=True,
+        master_weights="report",
     )
     held = job.held()
     for key in job.keys:

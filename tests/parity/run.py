@@ -394,7 +394,7 @@ def check(lab: Laboratory, name: str, row: Row) -> tuple[int, list[str]]:
             sharding_strategy=None if row.whole else row.strategy,
             format=row.format,
             layout=row.layout or None,
-            master_weights="from-parameters" if row.masters else "stored",
+            master_weights="from-parameters" if row.masters else "compare",
             fill=work / "fill.safetensors" if row.fill else None,
             config=None if (checkpoint / "config.json").exists() else config_like(job, work),
             convention="paddleformers" if row.to_library else None,

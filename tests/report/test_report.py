@@ -72,9 +72,7 @@ def load_truth(path: Path) -> dict[str, int]:
 
 def test_the_target_of_a_conversion_holds_what_its_files_hold(tmp_path: Path) -> None:
     report, target = tmp_path / "report.html", tmp_path / "one-card"
-    done = command(
-        *("convert", SOURCE, target, "--to", "tp=1", "--report", report), *("--fingerprint", "full")
-    )
+    done = command("convert", SOURCE, target, "--to", "tp=1", "--report", report)
     page = Page(report)
     page.check_closed()
     expected = {}
@@ -88,9 +86,6 @@ def test_the_target_of_a_conversion_holds_what_its_files_hold(tmp_path: Path) ->
     values = sum(memory for memory, _ in moved.values())
     assert values == sum(expected.values())
     assert done["moved"]["copied_bytes"] == sum(copied for _, copied in moved.values())
-    manifest = json.loads((target / "paddle_reshard.json").read_text())
-    assert manifest["fingerprints"]["root"] in page.text
-    assert done["moved"]["fingerprint_roots"] == {str(target): manifest["fingerprints"]["root"]}
     proof = {name: value for name, value in page.table(PROOF)}
     files = [path for path in target.iterdir() if path.name != "paddle_reshard.json"]
     total = sum(path.stat().st_size for path in files)

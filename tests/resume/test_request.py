@@ -52,7 +52,7 @@ def _request(tmp_path: Path, source: Path) -> dict[str, dict[str, Any]]:
         "layout": {"to": "pp=2", "layout": layout},
         "format": {"format": "huggingface", "dtype": "float32", "max_shard_size": "1MB"},
         "flex": {"format": "flex", "files": 3, "paddle_version": "3.2"},
-        "config": {"to": "tp=1", "config": config, "replicas": "first", "check": "full"},
+        "config": {"to": "tp=1", "config": config, "replicas": "first"},
     }
 
 
@@ -98,8 +98,8 @@ def test_what_is_dequantised_or_taken_from_a_donor_is_resumed(
 
 
 def test_what_changes_no_byte_may_differ(source: Path, tmp_path: Path) -> None:
-    begin(source, tmp_path / "t", to="tp=1", memory="512MiB", check="full", workers=1)
-    report = SIZED.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2, check="sample")
+    begin(source, tmp_path / "t", to="tp=1", memory="512MiB", workers=1)
+    report = SIZED.convert(source, tmp_path / "t", resume=True, to="tp=1", workers=2)
     assert report.moved.resumed_groups > 0
     assert report.plan.plan.budget_bytes == 512 << 20  # --memory was left out: as it was begun
 
@@ -169,7 +169,7 @@ def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     [
         ({"to": "tp=2"}, {"to": "tp=4"}, r"^--to tp=4.* started with --to tp=2.*; omit the option .*clean"),
         ({"to": "tp=2"}, {"format": "flex"}, r"^--format flex: .*was started without --format"),
-        ({"to": "tp=2"}, {"vocab_pad": 4096}, r"^--vocab-pad 4096: .*was started without --vocab-pad"),
+        ({"to": "tp=2"}, {"vocab_size": 4096}, r"^--vocab-size 4096: .*was started without --vocab-size"),
         ({"to": "tp=2", "overwrite": True}, {"to": "tp=2"}, r"started with --overwrite, which is not given"),
         ({"to": "pp=2"}, {"layout": {"sequence_parallel": True}}, r"^--layout \(sequence_parallel: True\): "),
         ({"to": "tp=1", "allow_links": True}, {}, r"started with --allow-links, which must be given again"),
@@ -265,7 +265,7 @@ def test_a_finished_target_is_looked_at(source: Path, tmp_path: Path) -> None:
     for verify in (False, True):
         with pytest.raises(FinishedError, match=f"^{target}: already finished, and matches its manifest"):
             SIZED.convert(source, target, resume=True, verify=verify)
-    for options in ({"drop": ["ema"]}, {"vocab_pad": 512}, {"fill": source}):
+    for options in ({"drop": ["ema"]}, {"vocab_size": 512}, {"fill": source}):
         with pytest.raises(UsageError, match=r"nothing to resume here that --.* could belong to"):
             SIZED.convert(source, target, resume=True, **options)
     path = source / "trainer_state.bin"

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +168,41 @@ def test_a_second_live_run_is_refused(source: Path, target: Path) -> None:
                 ):
                     SIZED.convert(source, target, resume=resume, **ONE)
             with pytest.raises(TargetError, match=f"process {os.getpid()} on"):
-                paddle_reshard.clean(target, take_over=True)
+                paddle_reshard.clean(target)
 
     SIZED.convert(source, target, observe=observe, **ONE)
     assert paddle_reshard.check(target).intact
 
 
-def test_a_process_elsewhere_is_waited_for_or_taken_over(source: Path, unfinished: Path) -> None:
+@pytest.mark.parametrize("alive", [False, True])
+def test_the_lock_of_a_process_elsewhere_is_waited_for(
+    alive: bool, source: Path, unfinished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And refused if it is renewed meanwhile. The clock of the test is the one that waits."""
     _held_by(unfinished, host="gpu-7", machine="other", pid=4711)
-    with pytest.raises(TargetError, match=r"process 4711 on gpu-7.*wait \d+ s, or use --take-over"):
-        SIZED.convert(source, unfinished, resume=True, **ONE)
-    with pytest.raises(TargetError, match="process 4711 on gpu-7"):
-        paddle_reshard.clean(unfinished)
-    moved = SIZED.convert(source, unfinished, take_over=True, **ONE).moved
-    assert moved.resumed_groups == 2
+    told = r"process 4711 on gpu-7.*its lock expires in \d+ s, for which --resume waits"
+    for attempt in (
+        partial(SIZED.convert, source, unfinished, **ONE),
+        partial(paddle_reshard.clean, unfinished),
+    ):
+        with pytest.raises(TargetError, match=told):
+            attempt()
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        record = json.loads(_session(unfinished).read_text())
+        record["lock"]["renewed_at"] += 20 if alive else -seconds
+        _session(unfinished).write_text(json.dumps(record))
+
+    monkeypatch.setattr("paddle_reshard.pipeline.convert.conversion.sleep", sleep)
+    if alive:
+        with pytest.raises(TargetError, match=told):
+            SIZED.convert(source, unfinished, resume=True, **ONE)
+    else:
+        assert SIZED.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
+    assert len(waited) == 1
+    assert 100 < waited[0] <= 121
 
 
 def test_a_lock_expires(source: Path, unfinished: Path) -> None:

@@ -314,7 +314,6 @@ def test_a_folder_that_only_has_the_name_of_a_staging_folder_is_kept(
     attempts: list[Callable[[], object]] = [
         lambda: paddle_reshard.convert(SMALL, target, **ONE_CARD),
         lambda: paddle_reshard.convert(SMALL, target, resume=True, **ONE_CARD),
-        lambda: paddle_reshard.convert(SMALL, target, take_over=True, **ONE_CARD),
         lambda: paddle_reshard.plan(SMALL, target, **ONE_CARD),
         lambda: paddle_reshard.clean(target),
     ]

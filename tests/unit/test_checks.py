@@ -47,7 +47,7 @@ def _checkpoint(source: HybridTarget) -> Checkpoint:
 def _planned(source: HybridTarget, target: HybridTarget, check: str | None, limits: PartLimits = S3) -> Plan:
     checkpoint = _checkpoint(source)
     catalog = checkpoint.catalog
-    checks = None if check is None else master_checks(catalog, catalog, check == "full")
+    checks = None if check is None else master_checks(catalog, catalog)
     files = layout_hybrid(checkpoint, target)
     return plan_conversion(catalog, files, [], PlanSettings(SMALLEST_BUDGET_BYTES), limits, checks)
 
@@ -120,14 +120,6 @@ def test_what_is_loaded_is_compared_in_full_and_read_once(limits: PartLimits) ->
     assert plan.peak_bytes <= (SMALLEST_BUDGET_BYTES - FOOTPRINT_BYTES) // 2
 
 
-def test_in_full_means_everything() -> None:
-    source, target = _job("tp=2,pp=4"), _job("tp=2,pp=2")
-    plan = _planned(source, target, "full")
-    checks = plan.ops[plan.ops["kind"] == HOLD]
-    assert volumes(checks).sum() == LLAMA_7B.parameters
-    assert plan.copied_bytes == _planned(source, target, None).copied_bytes
-
-
 def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     """A large parameter that lies column by column, its master weight row by row: together they would not fit."""
     rows, columns = 6_000, 8_000
@@ -144,7 +136,7 @@ def test_orders_that_differ_do_not_cost_the_memory_that_moves_need() -> None:
     files = tuple(File(str(number), tensor.nbytes) for number, tensor in enumerate(tensors))
     catalog = Catalog(Tensors(tensors), files, fragments, {})
     target = TargetFiles(files, Literals(), (), fragments.copy())
-    checks = master_checks(catalog, catalog, in_full=False)
+    checks = master_checks(catalog, catalog)
     plan = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES), checks=checks)
     alone = plan_conversion(catalog, target, [], PlanSettings(SMALLEST_BUDGET_BYTES))
     assert plan.peak_bytes <= 1.25 * alone.peak_bytes

@@ -111,7 +111,7 @@ EXAMPLES = [
     (
         MasterDriftError("w (param)", "element (0,) is 1.0, its master weight 2.0 is rounded to 2.0", "a", "b"),
         "w (param): element (0,) is 1.0, its master weight 2.0 is rounded to 2.0 (a and b): the files are not of one "
-        "step, or have changed places; with --allow-master-drift (allow_master_drift=True) both are taken as they are",
+        "step, or have changed places; with --master-weights report both are taken as they are",
         1,
     ),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from paddle_reshard.storage.store import Identity, NewFile, Openness, Permission
 FILES = (NewFile("a", 10, (0, 4)), NewFile("b", 3, (0,)), NewFile("empty", 0, ()))
 PARTS = (Receipt("a", 0, 4), Receipt("a", 4, 6), Receipt("b", 0, 3))
 IDENTITY = Identity("plan", "version", "source", {"model.pdparams": "10 bytes, v1"})
-RESUMING = Permission(resume=True, take_over=True)
+RESUMING = Permission(resume=True)
 
 
 def test_every_part_has_one_receipt() -> None:

@@ -161,9 +161,9 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
         (lambda: paddle_reshard.convert(["a"], "b"), "^source: a path is expected, not list of str$"),
         (lambda: paddle_reshard.plan("a", drop=[1]), "^drop: a list of texts is expected, not list of int$"),
         (lambda: paddle_reshard.plan("a", ranks=3), "^ranks: a text or a list of whole numbers is expected"),
-        (lambda: paddle_reshard.plan("a", vocab_pad=300.0), "^vocab_pad: a whole number is expected, not float$"),
-        (lambda: paddle_reshard.plan("a", vocab_pad=True), "^vocab_pad: a whole number is expected, not bool$"),
-        (lambda: paddle_reshard.plan("a", to="tp=1", vocab_trim=0), "^--vocab-trim 0: at least 1 is expected$"),
+        (lambda: paddle_reshard.plan("a", vocab_size=300.0), "^vocab_size: a whole number is expected, not float$"),
+        (lambda: paddle_reshard.plan("a", vocab_size=True), "^vocab_size: a whole number is expected, not bool$"),
+        (lambda: paddle_reshard.plan("a", to="tp=1", vocab_size=0), "^--vocab-size 0: at least 1 is expected$"),
         (lambda: paddle_reshard.plan("a", paddle_version=3.4), "^paddle_version: a text is expected, not float$"),
         (lambda: paddle_reshard.convert("a", "b", overwrite="no"), "^overwrite: True or False is expected"),
         (lambda: paddle_reshard.convert("a", "b", layout=1), "^layout: a path or a mapping is expected"),
@@ -172,7 +172,6 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
         (lambda: paddle_reshard.verify("a", "b", states=[1]), "^states: a list of texts is expected"),
         (lambda: paddle_reshard.verify("a", workers="2"), "^workers: a whole number is expected, not str$"),
         (lambda: paddle_reshard.check("a", allow_scheme=1), "^allow_scheme: a list of texts is expected, not int$"),
-        (lambda: paddle_reshard.clean("a", take_over="no"), "^take_over: True or False is expected"),
         (lambda: paddle_reshard.inspect("a", storage_options="s3cret"), "a mapping is expected, not str$"),
     ],
 )  # fmt: skip
@@ -191,7 +190,7 @@ def test_the_options_of_one_of_several_targets_are_refused_by_name_too() -> None
 def test_what_stands_for_the_same_value_is_taken(tmp_path: Path) -> None:
     """A single text for a list of it, any collection for a list, NumPy's numbers, bytes as a number."""
     plans = [
-        paddle_reshard.plan(SOURCE, to="tp=1", drop=drop, memory=memory, vocab_pad=rows, allow_scheme="zip")
+        paddle_reshard.plan(SOURCE, to="tp=1", drop=drop, memory=memory, vocab_size=rows, allow_scheme="zip")
         for drop, memory, rows in (
             (["ema"], "1GiB", 256),
             ("ema", 1 << 30, np.int64(256)),

@@ -150,7 +150,7 @@ pr.convert("a", "b", memori="1GiB")  # wrong
 pr.convert("a", "b", workers="2")  # wrong
 pr.convert("a", {"b": {"format": 7}})  # wrong
 pr.convert("a", "b", format="hugging-face")  # wrong
-pr.convert("a", "b", to={"tp": 2}, check="every")  # wrong
+pr.convert("a", "b", to={"tp": 2}, replicas="every")  # wrong
 pr.plan("a", cards=4).plan  # wrong
 pr.plan("a", to={"tp": 2}).plan.plan_id
 report = pr.convert("a", "b", to="tp=1")

@@ -10,11 +10,16 @@ from awscrt.checksums import crc64nvme
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paddle_reshard.pipeline.convert.sums import fingerprints_of
 from paddle_reshard.pipeline.core import crc
+from paddle_reshard.pipeline.core.errors import CheckpointError
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
+from paddle_reshard.pipeline.core.tensors import DTYPES as TENSOR_DTYPES
+from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
 from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import DeviceBox
-from paddle_reshard.tasks.sums import SummedBox, Sums, Whole, cheapest_to_add
+from paddle_reshard.tasks.sums import Sum, SummedBox, Sums, Whole, added
 from tests.sampling import examples
 
 DTYPES = (np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i8"), np.dtype("u1"))
@@ -165,21 +170,16 @@ def test_zeros_are_those_of_the_runs_at_hand() -> None:
     assert [crc.checksum_of(one.remainder, 3600) for one in added.totals()] == expected
 
 
-def test_values_are_added_up_where_their_runs_are_longer() -> None:
-    whole = Whole.of((4, 6), np.dtype("<u2"))
-    buffers = [np.zeros(48, np.uint8) for _ in range(3)]
+def test_sums_of_groups_cancel_what_they_have_in_common() -> None:
+    groups = [Sum(1, 0, 0b1100, 4), Sum(0, 0, 0b1, 6), Sum(1, 0, 0b1010, 2)]
+    assert added(groups) == (Sum(0, 0, 0b1, 6), Sum(1, 0, 0b0110, 6))
 
-    def pieces(
-        strides: tuple[int, int], starts: list[tuple[int, int]], dtype: str = "<u2"
-    ) -> list[SummedBox]:
-        boxes = [DeviceBox(buffers[n], at, np.dtype(dtype), (4, 3), strides) for n, at in starts]
-        return [SummedBox.of(box, (0, 3 * n), 2) for n, box in enumerate(boxes)]
 
-    together, apart = pieces((12, 2), [(0, 0), (0, 6)]), pieces((6, 2), [(1, 0), (2, 0)])
-    transposed, wide = pieces((2, 8), [(0, 0), (0, 24)]), pieces((12, 4), [(1, 0), (2, 0)], "<f4")
-    assert cheapest_to_add(whole, [apart, together])[0] == 1
-    assert cheapest_to_add(whole, [together, apart]) == (0, [together[0]._replace(extents=(4, 6))])
-    assert cheapest_to_add(whole, [apart, transposed])[0] == 0
-    assert cheapest_to_add(whole, [wide, transposed])[0] == 0
-    assert cheapest_to_add(whole, [wide, apart])[0] == 1
-    assert cheapest_to_add(whole, [apart, list(apart)]) == (0, apart)
+def test_a_tensor_without_some_of_its_values_has_no_fingerprint() -> None:
+    float32 = dtype_named("float32")
+    tensors = Tensors([Tensor("w", state, float32, (2, 3)) for state in ("param", "moment1")])
+    number = TENSOR_DTYPES.index(float32)
+    sums = [Sum(0, number, 7, 6), Sum(1, number, 9, 5)]
+    with pytest.raises(CheckpointError, match=r"w \(moment1\): 5 of 6 elements were added up"):
+        fingerprints_of(tensors, sums)
+    assert fingerprints_of(tensors, sums, [0]).checksums.tolist() == [crc.checksum_of(7, 24)]

@@ -16,10 +16,6 @@ from paddle_reshard.pipeline.core.errors import TargetError
 
 @click.command()
 @click.argument("target", type=LOCATION, metavar="DST")
-@declared(
-    "take_over",
-    help="Do not wait for the lock of a conversion that has ended on another machine to expire.",
-)
 @declared("storage_options")
 @declared("allow_scheme")
 @json_option

@@ -217,7 +217,7 @@ def convert(
         if targets:
             raise UsageError("--cards chooses the topology of one target; with --target give each its own")
         options["to"] = _nearest(context, source, cards, options)
-    destination = _targets(target, targets, bool(options.get("resume") or options.get("take_over")))
+    destination = _targets(target, targets, bool(options.get("resume")))
     request = parse_request(cast(ConvertOptions, options), destination)
     locations = locations_of((source,), destination, request)
     from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once

@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.cli.options import (
     read_duration,
 )
 from paddle_reshard.pipeline.cli.terminal import say
+from paddle_reshard.pipeline.core.choices import READ_MASTER_WEIGHTS
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.registry import FORMATS
@@ -114,7 +115,13 @@ class BeforeCommand(SectionedCommand):
     type=Words(tuple(name for name, format in FORMATS.items() if "to" in format.options)),
     help=help_of("format", ResumeOptions),
 )
-@all_of(*(declared(name, of=ResumeOptions) for name in ResumeOptions.__annotations__ if name != "format"))
+@all_of(
+    *(
+        declared(name, of=ResumeOptions, choices=READ_MASTER_WEIGHTS if name == "master_weights" else ())
+        for name in ResumeOptions.__annotations__
+        if name != "format"
+    )
+)
 @quiet_option
 @click.pass_context
 def resume(

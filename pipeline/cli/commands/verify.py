@@ -52,12 +52,7 @@ OPTIONS_FOR_ONE = (
     "--against",
     metavar="FILE",
     help="With one argument: fingerprints of the tensors that it should hold, a file "
-    "written by paddle-reshard fingerprint --output, or the manifest of a target.",
-)
-@click.option(
-    "--recorded",
-    is_flag=True,
-    help="Compare only the fingerprints that the manifests record; no tensor is read.",
+    "written by paddle-reshard fingerprint --output.",
 )
 @click.option(
     "--source",
@@ -86,7 +81,6 @@ def verify(
     states: str | None,
     subset: bool,
     against: str | None,
-    recorded: bool,
     source: str | None,
     resume: str | None,
     **_: Any,
@@ -101,7 +95,7 @@ def verify(
     """
     options = given(context)
     options.pop("resume", None)  # of a conversion it is a flag; here it names a file
-    if b is None and against is None and not recorded and _holds_manifest(a, options):
+    if b is None and against is None and _holds_manifest(a, options):
         _refuse_options_for_two(context)
         own = {name: value for name, value in options.items() if name in OPTIONS_FOR_ONE}
         _compare_with_manifest(a, {"source": source, **own})
@@ -119,7 +113,6 @@ def verify(
             states=chosen,
             subset=subset,
             against=against,
-            recorded=recorded,
             resume=resume,
             observe=run,
             **options,

@@ -191,7 +191,7 @@ def _taken(wanted: Checkpoint, donor: HuggingFaceDonor) -> list[str]:
         key = unequal[0]
         raise CheckpointError(
             f"{_named(unequal)}: shape {ours[key]} in the export and {donor.tensors[key].shape} in {donor.location}; "
-            "--vocab-pad and --vocab-trim change the size of a vocabulary"
+            "--vocab-size changes the size of a vocabulary"
         )
     model = wanted.model
     tied = {key for t in model.tensors if t.tied_to and t.rule.huggingface for key in _keys(t, model)}

@@ -21,7 +21,7 @@ STRUCTURE = "structure.json"
 WRONG = "wrong.txt"
 ALLOWED_OF_DRIFTED: dict[str, tuple[str, Any]] = {
     "replicas": ("--replicas report", "report"),
-    "allow_master_drift": ("--allow-master-drift", True),
+    "master_weights": ("--master-weights report", "report"),
 }
 STATES = (".w_0", ".moment1_0", ".velocity_0")
 """One of them every trained parameter has, unless SGD trains it in float32."""
