@@ -12,8 +12,7 @@ shows accidental changes. The digest is not a signature: anyone who rewrites a m
 this one is, and ``limits`` what the target's store sets for parts: the plan follows from these and the source.
 ``portion`` says whose files it has, if not all, and the digest of the whole; ``plan_id`` is that of the whole.
 
-``generation`` is the version of this schema. The first generation had neither this entry nor a digest nor
-``additional_files``.
+``generation`` is the version of this schema.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from paddle_reshard.pipeline.checkpoint.training_job import TrainingJob
 from paddle_reshard.pipeline.convert.plan import ConversionPlan, PlannedTarget
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.crc import ALGORITHM
-from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError
+from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.pipeline.core.file_names import MANIFEST, MANIFEST_FORMAT
 from paddle_reshard.pipeline.planning.parts import MADE
 from paddle_reshard.pipeline.planning.plan import Plan
@@ -108,8 +107,8 @@ class _Entries:
     files: Mapping[str, _Bytes]
     source: ManifestSource
     parts: Mapping[str, _Columns]
+    additional_files: tuple[str, ...]
     etags: Mapping[str, str] = field(default_factory=dict)
-    additional_files: tuple[str, ...] = (MANIFEST,)
     topology: str | None = None
     sharding_strategy: str | None = None
     stage3_segment_size: str | None = None
@@ -129,7 +128,7 @@ class Manifest:
     additional_files: frozenset[str]
     """Further paths that may be in the folder."""
     changed: str
-    """How the manifest differs from what was written; empty if it does not, or has no digest (first generation)."""
+    """How the manifest differs from what was written; empty if it does not."""
     topology: str | None = None
     """Topology of the job that the files are for, written as that of the source; ``None`` if they are for any job."""
     sharding_strategy: str | None = None
@@ -188,9 +187,7 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
     Raises
     ------
     FormatError
-        If it is not a manifest of this package, or contradicts itself.
-    CheckpointError
-        If it was written by a version that recorded no checksums.
+        If it is not a manifest of this package and generation, or contradicts itself.
     """
     try:
         values = parse_json(data)
@@ -198,17 +195,13 @@ def parse_manifest(data: bytes, path: str) -> Manifest:
         raise FormatError("not_json", path, None, f"not valid JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise FormatError(NOT_A_MANIFEST, path, None, f"not a {FORMAT}")
-    generation = values.get("generation", 1)
-    if type(generation) is not int or not 1 <= generation <= GENERATION:
+    generation = values.get("generation")
+    if type(generation) is not int or generation != GENERATION:
         raise FormatError(
             "unknown_generation",
             path,
             None,
-            f"has generation {generation!r}; this version reads up to {GENERATION}, use a newer version",
-        )
-    if generation == 1 and "parts" not in values:
-        raise CheckpointError(
-            f"{path}: written by version {values.get('version')}, which recorded no checksums"
+            f"has generation {generation!r}; this version reads {GENERATION}: use that which wrote it",
         )
     try:
         entries = typed(values, _Entries)
@@ -238,8 +231,6 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 def _changed(values: Mapping[str, Any]) -> str:
     """How a manifest differs from what was written, by its digest."""
-    if values.get("generation", 1) < GENERATION and "digest" not in values:
-        return ""
     found, recorded = _digest(values), values.get("digest")
     if found == recorded:
         return ""
