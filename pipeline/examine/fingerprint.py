@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_sums
+import numpy as np
+
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.backports import Unpack
+from paddle_reshard.pipeline.core.crc import checksum_of
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
-from paddle_reshard.pipeline.core.events import Observer, ignore_events
+from paddle_reshard.pipeline.core.events import Observer, Progress, StepStarted, ignore_events
 from paddle_reshard.pipeline.core.fingerprints import Fingerprints
 from paddle_reshard.pipeline.core.heap import trim_heap
 from paddle_reshard.pipeline.core.shown import Facts, Result, readable_bytes
+from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.examine.reading import Reader, spare_of
+from paddle_reshard.pipeline.planning.plan import Plan
 from paddle_reshard.pipeline.planning.sums import plan_sums
+from paddle_reshard.pipeline.planning.work import RemainingGroups
 from paddle_reshard.pipeline.request.options import with_options
 from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 from paddle_reshard.storage.documents.fingerprints import format_fingerprints, parse_fingerprints
 from paddle_reshard.storage.local.folders import check_writable, written_whole
 from paddle_reshard.storage.locate import absolute
+from paddle_reshard.storage.store import CopyRange, ReadRange, Receipt, WritePart
+from paddle_reshard.tasks.group import GroupReport, groups_ended
+from paddle_reshard.tasks.sums import Sum, added
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,7 +102,8 @@ def fingerprint_with(source: str, reader: Reader) -> FingerprintReport:
     tensors = checkpoint.catalog.tensors
     del checkpoint
     trim_heap()
-    sums = run_sums(plan, store, reader.engine, spare_of([store]), reader.observe)
+    reports = run_sums(plan, store, reader.engine, spare_of([store]), reader.observe)
+    sums = added(chain.from_iterable(report.sums for report in reports))
     store.check_unchanged()
     return FingerprintReport(store.location, fingerprints_of(tensors, sums), plan.read_bytes)
 
@@ -109,3 +122,51 @@ def read_fingerprints(path: PathLike) -> Fingerprints:
     except OSError as error:
         raise CheckpointError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
     return parse_fingerprints(data, os.fspath(path))
+
+
+def run_sums(
+    plan: Plan, source: ReadRange, engine: Engine, spare_bytes: int, observe: Observer
+) -> Iterator[GroupReport]:
+    """The reports of the groups of a plan of sums, which write nothing."""
+    engine = engine.reserving_metadata(len(plan.tensors), len(plan.ops), plan.peak_bytes, spare_bytes)
+    observe(StepStarted("reading", plan.read_bytes, plan.groups, plan.budget_bytes))
+    with closing(engine.run(RemainingGroups(plan), source, NoTarget())) as batches:
+        for reports in batches:
+            yield from reports
+            for ended in groups_ended(plan, reports):
+                observe(ended)
+            observe(Progress(sum(report.read_bytes for report in reports)))
+
+
+def fingerprints_of(
+    tensors: Tensors, sums: Iterable[Sum], chosen: Collection[int] | None = None
+) -> Fingerprints:
+    """The fingerprints of all ``tensors``, or of those with some numbers; refused if one was not read in full."""
+    by_owner = {(one.tensor, one.dtype): one for one in sums}
+    dtypes, checksums = tensors.dtypes.tolist(), []
+    kept = Tensors()
+    for number in range(len(tensors)) if chosen is None else chosen:
+        tensor, dtype = tensors[number], dtypes[number]
+        found = by_owner.get((number, dtype), Sum(number, dtype, 0, 0))
+        if found.elements != tensor.elements:
+            raise CheckpointError(
+                f"{tensor.label}: {found.elements} of {tensor.elements} elements were added up"
+            )
+        kept.add(tensor)
+        checksums.append(checksum_of(found.remainder, tensor.nbytes))
+    return Fingerprints.of(kept, np.array(checksums, dtype=np.uint64))
+
+
+@dataclass(frozen=True)
+class NoTarget(WritePart):
+    """The target of groups that write nothing."""
+
+    copies_in_flight = 1
+
+    def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
+        """Never called."""
+        raise NotImplementedError
+
+    def copy_part(self, copy: CopyRange, source: ReadRange) -> Receipt:
+        """Never called."""
+        raise NotImplementedError

@@ -203,7 +203,7 @@ def _verify_alone(a: str, scope: Scope, reader: Reader) -> VerifyReport:
 
 def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader) -> VerifyReport:
     """Compare a checkpoint with fingerprints."""
-    from paddle_reshard.pipeline.convert.sums import fingerprints_of, run_reads
+    from paddle_reshard.pipeline.examine.fingerprint import fingerprints_of, run_sums
     from paddle_reshard.pipeline.planning.sums import plan_sums
     from paddle_reshard.tasks.sums import Sum, added
 
@@ -219,7 +219,7 @@ def _verify_against(a: str, against: Fingerprints, scope: Scope, reader: Reader)
     del checkpoint
     trim_heap()
     sums, differences = list[Sum](), list[Difference]()
-    for report in run_reads(plan, store, reader.engine, spare_of([store]), reader.observe):
+    for report in run_sums(plan, store, reader.engine, spare_of([store]), reader.observe):
         sums += report.sums
         differences += compared(report).differences
     store.check_unchanged()

@@ -292,7 +292,7 @@ MUTANTS = (
     ),
     Mutant(
         "A tensor of which a part was added up has a fingerprint.",
-        "pipeline/convert/sums.py",
+        "pipeline/examine/fingerprint.py",
         "if found.elements != tensor.elements:",
         "if tensor.elements and not found.elements:",
         ("tests/unit/test_sums.py",),

@@ -10,12 +10,12 @@ from awscrt.checksums import crc64nvme
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paddle_reshard.pipeline.convert.sums import fingerprints_of
 from paddle_reshard.pipeline.core import crc
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES as TENSOR_DTYPES
 from paddle_reshard.pipeline.core.tensors import Tensor, dtype_named
+from paddle_reshard.pipeline.examine.fingerprint import fingerprints_of
 from paddle_reshard.tasks import sums
 from paddle_reshard.tasks.cast import cast
 from paddle_reshard.tasks.device import DeviceBox
