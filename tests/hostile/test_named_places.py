@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.pipeline.core.errors import FormatError
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Receipt
@@ -66,7 +66,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "b").write_bytes(bytes(range(100, 200)))
     seen = LocalSource(source)
     manifest = {
-        "format": FORMAT,
+        **manifest_head("1"),
         "files": {"b": 100},
         "source": {"location": str(source), "files": seen.sizes(), "versions": seen.versions()},
         "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 100)}),

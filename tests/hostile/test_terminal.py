@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paddle_reshard.pipeline.cli.terminal import printable
-from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.store import Receipt
 from tests.conftest import COMMITTED
@@ -56,7 +56,7 @@ def target(tmp_path: Path) -> Iterator[Any]:
         (tmp_path / "t" / "b").write_bytes(bytes(100))
         seen = LocalSource(tmp_path / "source")
         manifest: dict[str, Any] = {
-            "format": FORMAT,
+            **manifest_head("1"),
             "files": {"b": 100},
             "source": {"location": "somewhere", "files": seen.sizes(), "versions": seen.versions()},
             "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 0)}),

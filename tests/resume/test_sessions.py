@@ -15,7 +15,7 @@ import fsspec
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.convert.manifest import FORMAT, describe_parts, format_manifest
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.pipeline.core import version
 from paddle_reshard.pipeline.core.errors import CheckpointError, FormatError, TargetError
 from paddle_reshard.pipeline.core.events import Event, Progress, StepEnded
@@ -328,11 +328,11 @@ def test_one_flipped_bit_is_found(scheme: str, source: Path, target: Path, store
         (None, CheckpointError, "has no paddle_reshard.json"),
         ("{", FormatError, "not valid JSON"),
         ("[]", FormatError, "not a paddle-reshard manifest"),
-        ('{"format": "paddle-reshard manifest", "version": "0.0.9"}', CheckpointError, "no checksums"),
-        ('{"format": "paddle-reshard manifest", "parts": {}}', FormatError, "not a valid manifest"),
+        ('{"format": "paddle-reshard manifest", "version": "0.0.9"}', FormatError, "has generation None"),
+        ('{"format": "paddle-reshard manifest", "generation": 2}', FormatError, "not a valid manifest"),
         (
-            '{"format": "paddle-reshard manifest", "parts": {}, "files": {"a": 7}, '
-            '"source": {"location": "", "files": {}, "versions": {}}}',
+            '{"format": "paddle-reshard manifest", "generation": 2, "additional_files": [], "parts": {}, '
+            '"files": {"a": 7}, "source": {"location": "", "files": {}, "versions": {}}}',
             FormatError,
             "a: its parts add up to 0 of 7 bytes",
         ),
@@ -388,7 +388,7 @@ def test_copied_parts_are_compared_with_their_source(tmp_path: Path) -> None:
     (target / "b").write_bytes(content[100:200] + b"made")
     told = LocalSource(source)
     described = {
-        "format": FORMAT,
+        **manifest_head("1"),
         "files": {"b": 104},
         "source": {"location": str(source), "files": told.sizes(), "versions": told.versions()},
         "parts": describe_parts(
@@ -416,7 +416,7 @@ def test_a_part_that_a_store_copied_is_compared_with_its_md5(tmp_path: Path) -> 
     (tmp_path / "b").write_bytes(content)
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
     described = {
-        "format": FORMAT,
+        **manifest_head("1"),
         "files": {"b": 10},
         "source": {"location": str(tmp_path / "gone"), "files": {}, "versions": {}},
         "parts": describe_parts([Receipt("b", 0, 10, md5=md5)], {("b", 0): ("a", 0)}),
