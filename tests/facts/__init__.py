@@ -84,11 +84,14 @@ def builds() -> tuple[Build, ...]:
     return tuple(read(one) for one in whole["builds"])
 
 
-def declared(family: str, *, biases: bool = False) -> list[str]:
-    """The AOA statements with which a class reads a Hugging Face checkpoint, those of biases of layers too if asked."""
+def declared(family: str, *, biases: bool = False, inverse: bool = False) -> list[str]:
+    """The AOA statements with which a class reads a Hugging Face checkpoint, or writes one (``inverse``).
+
+    ``biases``: those of classes with biases of linear layers, too.
+    """
     switched = ({}, *BIASES) if biases else ({},)
     statements = (
-        build.maps[0]
+        build.maps[inverse]
         for build in builds()
         if build.maps and (build.family, build.topology) == (family, "tp1") and build.config in switched
     )

@@ -26,7 +26,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CoverageError, RuleError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.formats.flex.boxes import Box, describe_boxes
 from paddle_reshard.pipeline.formats.flex.checkpoint import SHAPES, with_two_dims
-from tests import oracle
+from tests import facts, oracle
 from tests.aoa.arrays import SUFFIXES, Arrays, Engine, paddle, random_array
 from tests.golden.test_newer_checkpoints import checkpoint, truth_of
 from tests.golden.unified_cases import write_safetensors
@@ -50,7 +50,7 @@ def statements(program: list[str]) -> dict[str, Any]:
 
 def through(family: str, variant: str, arrays: Arrays) -> dict[str, np.ndarray]:
     """What Paddle's engine makes of the arrays of PaddleFormers' own class, by the statements of both classes."""
-    own = Engine(statements(DECLARED["eager"][family]), arrays)
+    own = Engine(statements(facts.declared(family, inverse=True)), arrays)
     exported = own.parameters() | own.states_of(own.parameters())
     model = Engine(statements(DECLARED["families"][family][variant]), exported)
     made = model.parameters() | model.states_of(model.parameters())

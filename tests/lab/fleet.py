@@ -120,7 +120,7 @@ CLASSES = {
     "qwen3_moe": ("Qwen3MoePretrainedModel", "Qwen3MoeForCausalLM"),
     "glm4_moe": ("Glm4MoePreTrainedModel", "Glm4MoeForCausalLM"),
 }
-"""Family → the class that declares, and PaddleFleet's, of which the other one's name has an ending more."""
+"""Family → the class that declares, and PaddleFleet's."""
 SMALL: Mapping[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -152,13 +152,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def declared(source: Path, known: dict[str, Any]) -> None:
-    """Renew family → variant → statements, and of the class without PaddleFleet the way to Hugging Face."""
+    """Renew family → variant → statements."""
     for family, (of, model) in CLASSES.items():
         layers = LAYERS.get(family, SMALL["num_hidden_layers"])
         path, config = _modeling(source, family), {**SMALL, "num_hidden_layers": layers}
         for variant in known["families"][family]:
             known["families"][family][variant] = statements(path, of, model, {**config, **VARIANTS[variant]})
-        known["eager"][family] = statements(path, of, f"{model}Deprecated", config, INVERSE)
 
 
 # ------------------------------------------------------------------------------------ families that only it trains

@@ -227,7 +227,7 @@ def make_lora(model, asked, args, dtype):
             # B is not zero, as it would be at birth: A would get no gradient in the first step.
             numbers = np.random.RandomState(zlib.crc32(key.encode()) & 0xFFFF).randn(*shape)
             value = numbers.astype("float32") * (0.1 if "lora_A" in key else 0.02)
-            if is_cut and asked.init == "by key":
+            if is_cut and asked.init == truth.BY_KEY:
                 value = truth.cut_by_key(value, key, axis, model.config, args)
             elif is_cut:  # as the corpus was made: adapters of fused tensors are others on other tp ranks
                 value = np.split(value, degree, axis=axis)[args.tensor_parallel_rank]

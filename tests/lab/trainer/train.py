@@ -44,7 +44,6 @@ RECIPES = {"ernie": "ernie_pretrain", "dsv3": "deepseek_v3_pretrain"}
 """Short names of the two recipes, which their own entry functions run."""
 WORDS_OF_IMAGES = 112
 """Tokens of a model of images from this one on are not words."""
-BY_KEY = "by key"
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Asked:
     family: str = "llama"
     head: str = ""
     init: str = ""
-    """A file of the values to begin with, or ``BY_KEY``; otherwise the model's own, which are drawn with one seed."""
+    """A file of the values to begin with, or ``truth.BY_KEY``; otherwise those of the model, drawn with one seed."""
     dump_init: str = ""
     """Where to put the values at the start."""
     global_batch: int = 4
@@ -229,7 +228,7 @@ def freeze(model: Any, pattern: str) -> None:
 
 def start(asked: Asked, config: Any, model: Any, args: Any) -> None:
     """Give the parameters the values to begin with."""
-    if asked.init == BY_KEY:
+    if asked.init == truth.BY_KEY:
         start_by_key(asked.family, config, model, args)
         return
     with paddle.no_grad():  # zero at birth, and some steps do not change them

@@ -34,6 +34,8 @@ QKV = ("qkv_proj", "fused_rms_norm_linear.linear_weight")
 RECIPE = {"rank": 0, "world": 1, "local_ids": False, "heads": None, "kv": None}
 """What the recipe of a job says of itself: its expert rank and their number, whether ranks number their experts from
 0 on, and its heads where q, k and v are fused in parts of unequal width."""
+BY_KEY = "by key"
+"""Of a job whose values to begin with are a function of the key."""
 DTYPES = {"bfloat16": "BF16", "float32": "F32", "float16": "F16", "int64": "I64"}
 
 
