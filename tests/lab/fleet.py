@@ -323,7 +323,7 @@ def of_ernie(source: Path, known: dict[str, Any]) -> None:
     """Renew both maps of the class of images that imports nothing without CUDA."""
     name = "Ernie4_5_VLMoeForConditionalGeneration"
     path = source / "paddleformers/transformers/ernie4_5_moe_vl/model/modeling_moe_vl.py"
-    [config] = case_directory(known["case"]).glob("*/config.json")
+    config = min(case_directory(known["case"]).glob("*/config.json"))
     for key, method in {"statements": "_gen_aoa_config", "inverse": INVERSE}.items():
         known[key] = statements(path, name, name, json.loads(config.read_text()), method)
 
