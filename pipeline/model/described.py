@@ -19,6 +19,7 @@ from paddle_reshard.pipeline.core.geometry import Shape
 from paddle_reshard.pipeline.core.tensors import dtype_named
 from paddle_reshard.pipeline.model.model import (
     AUTOMATIC,
+    EXPERT_NUMBER,
     Model,
     ModelTensor,
     cut_of,
@@ -215,14 +216,12 @@ def _layer_prefix(ranks: Sequence[RankFacts]) -> str:
     )
 
 
-def _pattern(key: str, prefix: str, marked: bool) -> tuple[str, int | None]:
+def _pattern(key: str, prefix: str) -> tuple[str, int | None]:
     """The row's key of a tensor, and the number of its layer."""
     number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
     start, layer = (f"{prefix}{number}", int(number)) if number.isdigit() else ("", None)
     rest = key.removeprefix(start)
-    experts = re.search(r"\.(?P<list>[^.]*)\.(?P<number>\d+)\.", rest)
-    if experts and (marked or "expert" in experts["list"]):
-        rest = f"{rest[: experts.start('number')]}{{expert}}{rest[experts.end('number') :]}"
+    rest = EXPERT_NUMBER.sub("{expert}", rest, count=1)
     return rest if layer is None else f"{prefix}{{layer}}{rest}", layer
 
 
@@ -232,7 +231,7 @@ def _rows(ranks: Sequence[RankFacts], prefix: str) -> dict[str, _Row]:
     order: list[str] = []
     for rank in ranks:
         for _, run in groupby(
-            ((*_pattern(entry.key, prefix, entry.of_expert), entry) for entry in _in_order(rank)),
+            ((*_pattern(entry.key, prefix), entry) for entry in _in_order(rank)),
             key=lambda found: found[1],
         ):
             found = list(run)
@@ -358,7 +357,7 @@ def _expert_axis(ranks: Sequence[RankFacts], prefix: str) -> tuple[str | None, b
         return None, False
     counts = {count_entry(config, name) for name in EXPERTS}
     shared = _of_every_expert_rank(ranks)
-    local = [key for key in shared if "{expert}" in _pattern(key, prefix, True)[0]]
+    local = [key for key in shared if "{expert}" in _pattern(key, prefix)[0]]
     numbers = _expert_numbers(map(shared.__getitem__, local), prefix)
     if local and (numbers != {*range(len(numbers))} or len(numbers) * ep not in counts):
         raise UsageError(
@@ -366,6 +365,12 @@ def _expert_axis(ranks: Sequence[RankFacts], prefix: str) -> tuple[str | None, b
             "experts can be described under their numbers in the model, or from 0 on in each rank, together as many "
             f"as the config counts ({', '.join(EXPERTS)})"
         )
+    for key in (entry.key for rank in ranks for entry in rank.entries if entry.of_expert):
+        if key not in shared and "{expert}" not in _pattern(key, prefix)[0]:
+            raise UsageError(
+                f"{key}: marked as an expert that only some ranks of ep={ep} have, and its key does not tell which: "
+                "experts can be described under their numbers in a list that is called experts (experts.3.up.weight)"
+            )
     for key, entry in shared.items():
         if key not in local and (len(entry.shape) != 3 or entry.shape[0] * ep not in counts):
             raise UsageError(
@@ -387,7 +392,7 @@ def _of_every_expert_rank(ranks: Sequence[RankFacts]) -> dict[str, Entry]:
 
 
 def _expert_numbers(entries: Iterable[Entry], prefix: str) -> set[int]:
-    found = ((e.key.split("."), _pattern(e.key, prefix, e.of_expert)[0].split(".")) for e in entries)
+    found = ((e.key.split("."), _pattern(e.key, prefix)[0].split(".")) for e in entries)
     return {int(key[row.index("{expert}")]) for key, row in found if "{expert}" in row}
 
 
@@ -467,7 +472,7 @@ def _mark(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefix: str, axi
         return
     for rank in ranks:
         for entry in rank.entries:
-            row = rows[_pattern(entry.key, prefix, entry.of_expert)[0]]
+            row = rows[_pattern(entry.key, prefix)[0]]
             of_rank = axis is not None and ("{expert}" in row.key or "shared_out" in row.fields)
             told = of_rank or row.split is not None
             if told and not entry.distributed:
@@ -532,7 +537,7 @@ def _layer_places(ranks: Sequence[RankFacts]) -> dict[int, str]:
     found: dict[int, str] = {}
     for rank in ranks:
         for key, place in rank.places.items():
-            if (number := _pattern(key, prefix, False)[1]) is not None:
+            if (number := _pattern(key, prefix)[1]) is not None:
                 found[place] = "layer" if number < count else _MTP
     return found
 
@@ -624,7 +629,7 @@ def _name(
     _set_whole_names(rows, ranks, prefix)
     for rank in ranks:
         for entry in rank.entries:
-            if why := _add_class(rows[_pattern(entry.key, prefix, entry.of_expert)[0]], entry):
+            if why := _add_class(rows[_pattern(entry.key, prefix)[0]], entry):
                 return why
     for rank in ranks:
         _order(rows, rank, prefix)
@@ -664,7 +669,7 @@ def _set_whole_names(rows: Mapping[str, _Row], ranks: Sequence[RankFacts], prefi
         of_rank: dict[str, list[tuple[int | None, str]]] = {}
         for entry in rank.entries:
             if entry.name is not None and entry.same_as is None and _parsed(entry.name) is None:
-                key, layer = _pattern(entry.key, prefix, entry.of_expert)
+                key, layer = _pattern(entry.key, prefix)
                 of_rank.setdefault(key, []).append((layer, entry.name))
         for key, names in of_rank.items():
             named.setdefault(key, []).append(names)
@@ -694,7 +699,7 @@ def _order(rows: Mapping[str, _Row], rank: RankFacts, prefix: str) -> None:
         parsed = _parsed(entry.name) if entry.name is not None and entry.same_as is None else None
         if parsed is None or parsed.copied:
             continue
-        key, layer = _pattern(entry.key, prefix, entry.of_expert)
+        key, layer = _pattern(entry.key, prefix)
         expert = int(entry.key.split(".")[key.split(".").index("{expert}")]) if "{expert}" in key else None
         counted.setdefault((layer, expert, parsed.layer_class), []).append(
             (parsed.number, position[key], key)
@@ -724,7 +729,7 @@ def _discard(table: Mapping[str, Any], rows: Mapping[str, _Row], rank: RankFacts
         gap = parsed.number - following
         counters[parsed.layer_class] = max(following, parsed.number + 1)
         if gap > 0:
-            row = rows[_pattern(entry.key, prefix, entry.of_expert)[0]]
+            row = rows[_pattern(entry.key, prefix)[0]]
             row.discards = row.discards or [parsed.layer_class] * gap
 
 

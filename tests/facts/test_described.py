@@ -750,8 +750,31 @@ def test_words_that_only_some_jobs_tie_are_described_as_theirs() -> None:
             ],
             "share it under one key",
         ),
+        (
+            lambda: [
+                replace(
+                    rank,
+                    entries=tuple(replace(e, key=e.key.replace("experts", "pros")) for e in rank.entries),
+                )
+                for rank in of_own_class("ep2 untied")
+            ],
+            r"mlp\.pros\.0\.up\.weight: .* does not tell which",
+        ),
+        (
+            lambda: [
+                replace(rank, config={**rank.config, "num_experts": 8})
+                for rank in of_own_class("ep2 stacked")
+            ],
+            r"mlp\.experts\.up: each rank of ep=2 has its own, of the shape \[2, 8, 12\]",
+        ),
+        (
+            lambda: [
+                replace(rank, config={**rank.config, "num_experts": 8}) for rank in of_own_class("ep2 local")
+            ],
+            r"mlp\.experts\.0\.up\.weight: .* which have the experts \[0, 1\]",
+        ),
     ],
-    ids=["a rank less", "cut otherwise", "one key"],
+    ids=["a rank less", "cut otherwise", "one key", "another list", "stacked", "local"],
 )
 def test_what_ranks_of_stages_and_experts_contradict_is_refused(ranks: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
