@@ -29,6 +29,7 @@ from paddle_reshard.storage.outputs import Outputs
 from tests.cluster.faults import Through
 from tests.conftest import REPO, case_directory
 from tests.sized import in_groups
+from tests.storage.contents import in_folder
 
 CASE = "mp2pp2sh2_s1v2_meta_ema"
 GROUP_BYTES = 100_000
@@ -93,7 +94,7 @@ class Conversion:
         made = self.folder / "made"
         engine = engine if isinstance(engine, Engine) else Through(engine)
         report = run_conversion(self.plan, Outputs([LocalTarget(made)]), engine, ignore_events)
-        assert contents(made) == self.files
+        assert in_folder(made) == self.files
         assert anywhere(report) == anywhere(self.inline)
         return report
 
@@ -101,10 +102,6 @@ class Conversion:
 def anywhere(report: MoveReport) -> MoveReport:
     """A report, without who ran it."""
     return replace(report, workers=())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 Plan = Callable[..., Conversion]
@@ -127,7 +124,10 @@ def plan(made_inline: dict[object, tuple[MoveReport, dict[str, bytes]]], tmp_pat
         if key not in made_inline:
             planned = small.plan(source, there, to=to, **options)
             target = Outputs([LocalTarget(there)])
-            made_inline[key] = run_conversion(planned, target, InlineEngine(), ignore_events), contents(there)
+            made_inline[key] = (
+                run_conversion(planned, target, InlineEngine(), ignore_events),
+                in_folder(there),
+            )
         anew = small.plan(source, tmp_path / "made", to=to, **options)
         return Conversion(anew, *made_inline[key], tmp_path)
 

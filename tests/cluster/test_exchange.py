@@ -87,15 +87,6 @@ def test_bytes_are_dealt_evenly(tmp_path: Path) -> None:
     assert abs(loads[0] - loads[1]) <= sizes.max()
 
 
-def test_a_share_needs_only_its_own_bands(tmp_path: Path) -> None:
-    _, groups = works(CASES[0], tmp_path)
-    for work in groups:
-        for share in split_group(work, 2):
-            assert set(share.needs) <= set(range(len(work.bands)))
-            assert np.array_equal(share.work.bands, work.bands[list(share.needs)])
-            assert len(share.needs) > 0 or len(share.work.ops) == 0
-
-
 class Broken(OneByOne):
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         raise CheckpointError(f"{path}: vanished")

@@ -23,10 +23,10 @@ from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.store import Source
 from paddle_reshard.tasks.index import index_here
-from tests.cluster.conftest import CASE, contents
+from tests.cluster.conftest import CASE
 from tests.cluster.faults import first_time
 from tests.conftest import case_directory
-from tests.storage.contents import fill_bucket
+from tests.storage.contents import fill_bucket, in_folder
 from tests.storage.servers import Store, first, running_proxy
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -107,7 +107,7 @@ def test_a_conversion_is_the_same(store: Store, bucket: str, tmp_path: Path, bat
     there = tmp_path / "there"
     paddle_reshard.convert(f"s3://{bucket}/hybrid", there, **options, cluster="ray", workers=2)
     assert batches
-    assert contents(there) == contents(tmp_path / "here")
+    assert in_folder(there) == in_folder(tmp_path / "here")
 
 
 def test_a_dist_checkpoint_is_the_same(

@@ -23,9 +23,11 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import gcs_service_pb2 as gcs
 from ray.core.generated import gcs_service_pb2_grpc as gcs_grpc
 
-from tests.cluster.conftest import CASE, GROUP_BYTES, IMPORTS, contents
+from tests.cluster.conftest import CASE, GROUP_BYTES, IMPORTS
 from tests.conftest import case_directory
+from tests.jobs.head import descendants
 from tests.sized import in_groups
+from tests.storage.contents import in_folder
 
 SOURCE = case_directory(CASE) / "checkpoint-3"
 T = TypeVar("T")
@@ -109,24 +111,6 @@ def await_true(there: Callable[[], T], seconds: float = 120) -> T:
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    """Every process that was started by ``pid``, directly or not."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            except OSError:
-                continue
-            parents.setdefault(int(parent), []).append(int(entry.name))
-    found, left = [], [pid]
-    while left:
-        children = parents.get(left.pop(), [])
-        found += children
-        left += children
-    return found
-
-
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -137,14 +121,19 @@ def command_line(pid: int) -> str:
 def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
     """Where a process listens, by the kernel's tables."""
     inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
+    try:
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+        tables = [Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    except OSError:  # it has ended
+        return []
+    for link in links:
         try:
             inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
         except OSError:
             continue
     found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+    for table in tables:
+        for line in table.splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 host, port = fields[1].split(":")
@@ -247,7 +236,7 @@ def test_a_lost_head_ends_it_while_workers_go_on_and_another_cluster_resumes_it(
     assert moved.resumed_groups >= done - 1  # a line may be that of a carried file
     assert moved.groups > 0
     small.convert(SOURCE, tmp_path / "whole", to="tp=2,sharding=3")
-    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+    assert in_folder(tmp_path / "made") == in_folder(tmp_path / "whole")
 
 
 HOSTILE = (

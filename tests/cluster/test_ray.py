@@ -15,7 +15,7 @@ import ray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.cluster_utils import Cluster
 
-from paddle_reshard.clusters.engine import Engine
+from paddle_reshard.clusters.engine import Batches, Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray import calls, dealing
 from paddle_reshard.clusters.ray.backlog import ATTEMPTS
@@ -37,8 +37,8 @@ from paddle_reshard.pipeline.planning.plan import FOOTPRINT_BYTES
 from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.store import Identity
-from tests.cluster.conftest import CASE, Conversion, Plan, anywhere, contents, is_running
+from paddle_reshard.storage.store import Identity, ReadRange, WritePart
+from tests.cluster.conftest import CASE, Conversion, Plan, anywhere, is_running
 from tests.cluster.faults import (
     FailsOnce,
     KilledOnceReading,
@@ -58,6 +58,7 @@ from tests.golden.fp8 import store_as_fp8
 from tests.golden.wide import write_wide
 from tests.sampling import on_cluster
 from tests.sized import in_groups
+from tests.storage.contents import in_folder
 
 BUDGET_BYTES = 256 << 20
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -94,7 +95,7 @@ def test_an_average_of_a_series(exchange: str, tmp_path: Path, exchanged: list[i
     planned = small.plan_average(series, tmp_path / "ray", **options)
     target = Outputs([LocalTarget(tmp_path / "ray")])
     run_conversion(planned, target, engine(exchange=exchange), ignore_events)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "inline")
+    assert in_folder(tmp_path / "ray") == in_folder(tmp_path / "inline")
     assert bool(exchanged) == (exchange == "always")
 
 
@@ -138,7 +139,7 @@ def test_workers_dequantise(tmp_path: Path) -> None:
     small.convert(source, inline, to="tp=2")
     planned = small.plan(source, made, to="tp=2")
     run_conversion(planned, Outputs([LocalTarget(made)]), engine(exchange="always"), ignore_events)
-    assert contents(made) == contents(inline)
+    assert in_folder(made) == in_folder(inline)
 
 
 @pytest.mark.parametrize(("format", "exchange"), [on_cluster("huggingface", "never"), ("flex", "always")])
@@ -178,7 +179,7 @@ def test_retries_of_a_worker_reach_the_report(plan: Plan, tmp_path: Path) -> Non
     )
     assert report.retries == {"ConnectionResetError": 1}
     assert [worker.retries for worker in report.workers if worker.retries] == [report.retries]
-    assert contents(tmp_path / "made") == conversion.files
+    assert in_folder(tmp_path / "made") == conversion.files
 
 
 def test_workers_get_the_variables_that_are_named_and_no_others(
@@ -231,29 +232,26 @@ def test_bands_beyond_the_object_store_are_not_exchanged(
     assert exchanged == []
 
 
-@pytest.mark.parametrize("exchange", [on_cluster("never"), "always"])
-def test_a_worker_killed_while_reading_is_replaced(
-    conversion: Conversion, exchange: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("at", "exchange"),
+    [
+        ("reading", "always"),
+        ("writing", "never"),
+        on_cluster("reading", "never"),
+        on_cluster("writing", "always"),
+    ],
+)
+def test_a_worker_that_is_killed_is_replaced(
+    conversion: Conversion, at: str, exchange: str, tmp_path: Path
 ) -> None:
     marker = tmp_path / "killed"
-    conversion.run(
-        lambda works, source, target: engine(exchange=exchange).run(
-            works, KilledOnceReading(source, marker), target
-        )
-    )
-    assert marker.exists()
 
+    def run(works: RemainingGroups, source: ReadRange, target: WritePart) -> Batches:
+        if at == "reading":
+            return engine(exchange=exchange).run(works, KilledOnceReading(source, marker), target)
+        return engine(exchange=exchange).run(works, source, KilledOnceWriting(target, marker))
 
-@pytest.mark.parametrize("exchange", ["never", on_cluster("always")])
-def test_a_worker_killed_while_writing_is_replaced(
-    conversion: Conversion, exchange: str, tmp_path: Path
-) -> None:
-    marker = tmp_path / "killed"
-    conversion.run(
-        lambda works, source, target: engine(exchange=exchange).run(
-            works, source, KilledOnceWriting(target, marker)
-        )
-    )
+    conversion.run(run)
     assert marker.exists()
 
 
@@ -366,9 +364,11 @@ def test_drift_that_is_allowed_is_reported(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_one_worker_reads_for_a_group_while_it_has_another(conversion: Conversion) -> None:
-    conversion.run(
+    """Its first two reads wait for each other, or fail."""
+    report = conversion.run(
         lambda works, source, target: engine(workers=1).run(works, ReadsTwoAtATime(source), target)
     )
+    assert [worker.groups for worker in report.workers] == [conversion.inline.groups]
 
 
 def test_closing_ends_all_workers(conversion: Conversion, tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_ray_of_our_own_ends_with_the_run(plan: Plan, tmp_path: Path) -> None:
     script.write_text(OWN_RAY)
     source = case_directory(CASE) / "checkpoint-3"
     subprocess.run([sys.executable, script, source, made, notes], cwd=REPO, check=True, timeout=120)
-    assert contents(made) == conversion.files
+    assert in_folder(made) == conversion.files
     (worker,) = notes.iterdir()
     assert not is_running(int(worker.name))
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.cluster.conftest import CASE, GROUP_BYTES, contents
+from tests.cluster.conftest import CASE, GROUP_BYTES
 from tests.conftest import REPO, case_directory
 from tests.sampling import on_cluster
 from tests.sized import in_groups
+from tests.storage.contents import in_folder
 
 KILLED_AFTER = 4
 DRIVER = """
@@ -59,5 +60,5 @@ def test_a_killed_driver_is_resumed(then: str, cluster: Cluster, tmp_path: Path)
     ).moved
     assert moved.resumed_groups >= KILLED_AFTER
     assert moved.groups > 0
-    assert contents(made) == contents(whole)
+    assert in_folder(made) == in_folder(whole)
     assert (made / "paddle_reshard.json").read_bytes() == (whole / "paddle_reshard.json").read_bytes()
