@@ -32,6 +32,7 @@ MAIN = [sys.executable, "-m", "paddle_reshard"]
     [
         "convert {source} {empty} --to tp=1 --overwrite",
         "convert {source} {empty} --to tp=1 --resume",
+        "plan {source} {empty} --to tp=1",
         "convert {empty} a --to tp=1",
         "ema {source} {source} {empty} --uniform --to tp=1 --overwrite",
         "watch {source} {empty} --to tp=1 --once --overwrite",

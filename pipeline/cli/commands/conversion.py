@@ -125,7 +125,7 @@ def plan(
     """
     options = given(context)
     if cards is not None:
-        if target or targets or save or prove:
+        if target is not None or targets or save or prove:
             raise UsageError(
                 "--cards lists topologies; DST, --target, --save and --prove are for one of them"
             )
@@ -133,7 +133,7 @@ def plan(
         return
     if every:
         raise UsageError("--all is for --cards")
-    destination = _targets(target, targets) if target or targets else None
+    destination = _targets(target, targets) if target is not None or targets else None
     request = parse_request(cast(ConversionOptions, options), destination)
     from paddle_reshard.pipeline.convert.conversion import plan_with
 
