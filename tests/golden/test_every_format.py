@@ -38,6 +38,8 @@ FORMATS: dict[str, TargetOptions] = {
 }
 NAMELESS = ("moe/dsv3_single", "moe/glm4moe_single")
 """Buffers that nobody named have a number in their files, which no other format keeps and no loader looks at."""
+STACKED = "moe_fused"
+"""In the names of cases whose experts are one tensor."""
 TOY = ("auto_dp2mp2",)
 """No model of any family; its own test has the rules for it."""
 MODELS = (
@@ -70,12 +72,12 @@ def config_of(case: str) -> Path | None:
 
 
 def formats_of(case: str) -> dict[str, TargetOptions]:
-    """Auto-parallel training knows no average and no PaddleNLP heads; stacked experts are no model of transformers."""
+    """Auto-parallel training knows no average and no PaddleNLP heads; stacked experts no FlexCheckpoint, no export."""
     without = set()
     if "ema" in case or case.endswith("_mid") or "nlp" in case:
         without.add("auto-parallel")
-    if "moe_fused" in case:
-        without.add("model")
+    if STACKED in case:
+        without |= {"flex", "model"}
     return {name: options for name, options in FORMATS.items() if name not in without}
 
 
@@ -123,10 +125,14 @@ MUON = "states/muon_fc_sh2_split"
 """A FlexCheckpoint in which tensors have different states."""
 
 
+LOADABLE = [case for case in cases() if STACKED not in case and case != DRIFTED]
 LOADED = {
-    "models": [*MODELS[::2], MUON],  # its loader knows tensors, not models
-    "other models": MODELS[1::2],
-    "the others": [case for case in cases() if case != DRIFTED and case not in MODELS],
+    "models": [
+        *[case for case in MODELS if case in LOADABLE][::2],
+        MUON,
+    ],  # its loader knows tensors, not models
+    "other models": [case for case in MODELS if case in LOADABLE][1::2],
+    "the others": [case for case in LOADABLE if case not in MODELS],
 }
 
 
