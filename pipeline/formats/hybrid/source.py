@@ -703,9 +703,8 @@ class _HybridCatalogBuilder:
         shown, local_shape = shown_in_file(cell, tensor, state), cell.shapes[key]
         for number, copy in group.copies(cell, key, state, arrays):
             if tensor.rule.shared_out and self.topology.ep > 1:
-                rank = (
-                    cell.ep + number
-                )  # one of the two is 0: a cell that is joined of several has none of its own
+                # One of the two is 0: a cell that is joined of several has no ep of its own.
+                rank = cell.ep + number
             replica = self.stored.copy(index, rank)
             for path, byte_offset, flat, axes in copy:
                 start, stop = flat or (0, 0)
