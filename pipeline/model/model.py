@@ -48,7 +48,11 @@ def spelled_experts(tensors: Iterable[ModelTensor]) -> dict[str, str]:
     rules = {tensor.key: tensor.rule for tensor in tensors if tensor.rule.of_expert}
     if all(rule.numbers_experts for rule in {id(rule): rule for rule in rules.values()}.values()):
         return {key: key.partition(".experts.")[2].partition(".")[0] for key in rules}
-    return {key: rule.numbers(key)["expert"] for key, rule in rules.items()}
+    spelled = {}
+    for key, rule in rules.items():
+        if (match := EXPERT_NUMBER.search(key)) or "expert" in rule.numbers(key):
+            spelled[key] = match[0] if match else rule.numbers(key)["expert"]
+    return spelled
 
 
 @dataclass(frozen=True, slots=True)

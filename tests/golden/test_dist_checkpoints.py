@@ -89,6 +89,10 @@ def _lost(sizes, _, arrays):
     del sizes[ONE], arrays[ONE]
 
 
+def _mixed(sizes, metadata, arrays):
+    sizes["model_state/9_0.safetensors"], arrays["model_state/9_0.safetensors"] = 8, {}
+
+
 def _unnamed(sizes, _, arrays):
     sizes[NINE], arrays[NINE] = sizes[ONE], arrays[ONE]
 
@@ -114,7 +118,7 @@ def _copy(index: int, old: str, new: str) -> Callable:
         (_unnamed, "9_0.distcp.*does not name it"),
         (lambda _, metadata, __: metadata.pop("model_state/0.metadata"), "without a .metadata file"),
         (_copy(1, "model_state/0.metadata", "model_state/1.metadata"), "0.metadata describes the same folder"),
-        (lambda sizes, _, __: sizes.update({"model_state/9_0.safetensors": 8}), "distcp, safetensors"),
+        (_mixed, "distcp, safetensors"),
         (lambda _, __, arrays: arrays[ZERO].popitem(), "in a file that does not hold it"),
         (lambda _, __, arrays: arrays[ZERO].update(x=next(iter(arrays[ZERO].values()))), "^x: a file holds it"),
         (_other_shape, r"shape \(2, 3\), its metadata say"),

@@ -53,16 +53,16 @@ def plan_with(name: str, content: bytes, to: str) -> None:
 def damaged(draw: st.DrawFn, content: Any) -> Any:
     """One entry somewhere replaced or removed."""
     node = content
-    while True:
+    while node:
         places = list(node) if isinstance(node, dict) else list(range(len(node)))
         place = draw(st.sampled_from(places))
         if not (isinstance(node[place], dict | list) and node[place] and draw(st.booleans())):
+            if draw(st.booleans()):
+                node[place] = draw(json_values)
+            else:
+                del node[place]
             break
         node = node[place]
-    if draw(st.booleans()):
-        node[place] = draw(json_values)
-    else:
-        del node[place]
     return content
 
 
