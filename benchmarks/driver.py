@@ -140,7 +140,7 @@ def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...
 
         counting: Any = SimpleNamespace(run=counted)
         with target:
-            _, receipts, _ = run._move(conversion, Outputs([target]), counting, ignore_events)
+            _, receipts = run._move(conversion, Outputs([target]), counting, ignore_events)
             cpu, wall = (
                 now - then
                 for now, then in zip((time.process_time(), time.perf_counter()), marks[0], strict=True)
