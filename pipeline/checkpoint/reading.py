@@ -198,7 +198,16 @@ class SourceFiles:
         return read_lr_scheduler(self.store, self.sizes)
 
 
-_OF_A_RUN = frozenset((*OF_PADDLE, *DTYPE_ENTRIES, "use_cache", "_name_or_path", "transformers_version"))
+OF_TOPOLOGY = (
+    *("tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank", "sequence_parallel"),
+    *("use_expert_parallel", "expert_model_parallel_size", "moe_rank", "moe_world_size", "moe_group_origin"),
+    *("pipeline_model_parallel_size", "pipeline_parallel_degree", "virtual_pipeline_model_parallel_size"),
+    *("virtual_pp_degree", "pp_seg_method"),
+)
+"""Entries of ``config.json`` that say the topology of the job that saved a model."""
+_OF_A_RUN = frozenset(
+    (*OF_PADDLE, *OF_TOPOLOGY, *DTYPE_ENTRIES, "use_cache", "_name_or_path", "transformers_version")
+)
 """Entries of ``config.json`` that say how a model was saved, and nothing of what it is."""
 
 

@@ -14,7 +14,12 @@ from functools import partial
 from typing import Any, Final
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import DONOR
-from paddle_reshard.pipeline.checkpoint.reading import index_tensor_file, read_json, read_lr_scheduler
+from paddle_reshard.pipeline.checkpoint.reading import (
+    OF_TOPOLOGY,
+    index_tensor_file,
+    read_json,
+    read_lr_scheduler,
+)
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, SCHEDULER
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES
@@ -33,11 +38,7 @@ NONE, FALSE, FLOAT = b"N", b"\x89", b"G"
 """Opcodes of the values of attributes in ``training_args.bin``; the file is searched, never unpickled."""
 
 MAY_DIFFER_IN_CONFIG: Final = frozenset({
-    # topology of the job
-    "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank", "sequence_parallel",
-    "use_expert_parallel", "expert_model_parallel_size", "moe_rank", "moe_world_size", "moe_group_origin",
-    "pipeline_model_parallel_size", "pipeline_parallel_degree", "virtual_pipeline_model_parallel_size",
-    "virtual_pp_degree", "pp_seg_method",
+    *OF_TOPOLOGY,
     # dtype of the stored tensors, which is compared directly
     "torch_dtype", "dtype",
     # the library that wrote it, or whose layout the weights have

@@ -791,6 +791,7 @@ def test_a_config_that_is_given_does_not_contradict_the_checkpoints_own(tmp_path
         with pytest.raises(UsageError, match=rf"has {own['vocab_size']} for vocab_size, that of --config 7"):
             call(checkpoint, config=given)
     as_saved_elsewhere = {"dtype": "float32", "tensor_model_parallel_size": 8, "paddleformers_version": "0.9"}
+    as_saved_elsewhere |= {"use_expert_parallel": True, "sequence_parallel": True}
     given.write_text(json.dumps(own | as_saved_elsewhere))
     assert (
         paddle_reshard.inspect(checkpoint, config=given).tensors == paddle_reshard.inspect(checkpoint).tensors
