@@ -138,7 +138,7 @@ MUTANTS = (
         "pipeline/planning/match.py",
         "copies = source.fragments[~first]",
         'copies = source.fragments[source.fragments["replica"] == 1]',
-        ("tests/unit/test_counted_boxes.py",),
+        ("tests/unit/test_each_element_once.py",),
     ),
     # ------------------------------------------------------------------------- each element once, none dropped
     Mutant(
@@ -146,28 +146,28 @@ MUTANTS = (
         "pipeline/planning/match.py",
         "wrong = np.flatnonzero(written != wanted)",
         "wrong = np.flatnonzero(written > wanted)",
-        ("tests/unit/test_counted_boxes.py",),
+        ("tests/unit/test_each_element_once.py",),
     ),
     Mutant(
         "A target with elements that are written twice is planned.",
         "pipeline/planning/match.py",
         "wrong = np.flatnonzero(written != wanted)",
         "wrong = np.flatnonzero(written < wanted)",
-        ("tests/unit/test_counted_boxes.py",),
+        ("tests/unit/test_each_element_once.py",),
     ),
     Mutant(
         "An optimizer state that the target does not hold is dropped in silence.",
         "pipeline/planning/match.py",
         'if described.state != "param" or master is None:',
         'if described.state != "param" and master is None:',
-        ("tests/unit/test_counted_boxes.py",),
+        ("tests/unit/test_each_element_once.py",),
     ),
     Mutant(
         "A cast that no option asks for is made.",
         "pipeline/planning/match.py",
         "not in {*_CASTS, *casts}:",
         "in casts:",
-        ("tests/unit/test_counted_boxes.py",),
+        ("tests/unit/test_each_element_once.py",),
     ),
     Mutant(
         "Two pieces of a tensor may overlap.",
