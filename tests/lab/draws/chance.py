@@ -101,7 +101,8 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         resumes = resumes and target.strategy != "stage3"
     if target.format == "hybrid":
         resumes = resumes and target.topology.ranks > 1 and not common.optimizer
-    return Draw(number, source, target, replace(third, arguments={}), resumes)
+    third = replace(third, arguments={k: v for k, v in third.arguments.items() if k == "sequence_parallel"})
+    return Draw(number, source, target, third, resumes)
 
 
 def model_of(family: str, chance: random.Random) -> dict[str, Any]:
@@ -144,7 +145,8 @@ def smaller(model: dict[str, Any]) -> dict[str, Any]:
         return model
     heads, kv = model["num_attention_heads"], model["num_key_value_heads"]
     heads, kv = (6, 3) if kv % 3 == 0 and kv != heads else (4, 2) if kv != heads else (4, 4)
-    layers = min(model["num_hidden_layers"], 3)
+    layers = model["num_hidden_layers"]
+    layers = layers if layers == 6 else min(layers, 3)  # three stages of two chunks need six
     found = {name: 12 for name in model if name.endswith("intermediate_size")}
     found |= {
         name: min(model[name], 4) for name in model if name.endswith("experts") and "shared" not in name
@@ -267,7 +269,8 @@ def placed(job: Job, chance: random.Random, with_average: bool) -> Job:
     strategy = strategy_of(job, at, chance, with_average)
     kind = chance.choice(formats_of(job, at, strategy, with_average))
     options: dict[str, Any] = {}
-    if at.tp > 1 and not job.head and (at.ep > 1 or job.family == "deepseek_v3" or chance.random() < 0.35):
+    asserts = at.ep > 1 or job.family == "deepseek_v3" or (job.family == "ernie4_5_moe" and at.pp > 1)
+    if at.tp > 1 and not job.head and (asserts or chance.random() < 0.35):
         options["sequence_parallel"] = True
     if strategy == "stage1v2" and chance.random() < 0.3:
         options["sharding_comm_buffer_size_MB"] = 1
@@ -325,7 +328,8 @@ def topology_of(job: Job, chance: random.Random) -> Topology:
     while True:
         ranks = chance.choice([1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 6, 8])
         tp = chance.choice([n for n in (1, 2, 3, 4) if kv % n == 0]) if "t" in axes else 1
-        pp = chance.choice([1, 1, 2, 2, 3, 4]) if "p" in axes else 1
+        threes = [3] * 12 if "v" in axes and layers == 6 else [3]  # fit for two chunks each
+        pp = chance.choice([1, 1, 2, 2, *threes, 4]) if "p" in axes else 1
         sharding, rest = divmod(ranks, tp * pp)
         if (
             "pp_seg_method" in model or job.family in EXPERTS

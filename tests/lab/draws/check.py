@@ -35,6 +35,7 @@ DOCUMENTED = (
     r"amp_master_grad, and sharded saving would lose it",  # frozen experts
     r"whether the target job counts frozen parameters when it distributes parameters is not known",  # SGD
     r"model_meta\.json of a LoRA job also lists the tensors of the base model",  # with a head for labels
+    r"files by name hold one of the two",  # ernie4_5_moe, whose class gives experts of MTP blocks names of others
 )
 """What the documents say is refused: counted apart, as refusals of the trainer are."""
 

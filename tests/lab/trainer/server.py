@@ -57,7 +57,8 @@ def main() -> int:
 
 def words_of(out: Path, ends: list[int]) -> str:
     """The error of the rank that failed by itself rather than by another's end, and where it was raised."""
-    found = []
+    # Signal 9 ends those that wait for one that failed.
+    found = [f"rank {rank} ended by signal {-end}" for rank, end in enumerate(ends) if end < 0 and end != -9]
     for rank in range(len(ends)):
         lines = (out / f"rank{rank}.log").read_text(errors="replace").splitlines()
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
