@@ -268,7 +268,7 @@ def _held(trainer, model, args, rank, ranks):
 
 def _states(inner, name, master):
     """The states of a parameter; right after loading they wait in a holder, until the first step."""
-    names = ([] if master is None else [master.name]) + [name]
+    names = ([] if master is None else [master.name]) + [name, "slice@" + name]  # the last of stage 3
     found = {}
     for word, tensors in inner._accumulators.items():
         tensor = next((tensors[one] for one in names if one in tensors), None)
