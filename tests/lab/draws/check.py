@@ -36,6 +36,7 @@ DOCUMENTED = (
     r"whether the target job counts frozen parameters when it distributes parameters is not known",  # SGD
     r"model_meta\.json of a LoRA job also lists the tensors of the base model",  # with a head for labels
     r"cuts tensors with fused parts, such as gate and up, as if they were not fused",  # said by `launch`
+    r"knows Adam's states alone",  # the loader of `hybrid`
     r"does not distribute experts over ep",  # qwen2_moe as a target with ep, of whose ranks each has all experts
     r"files by name hold one of the two",  # ernie4_5_moe, whose class gives experts of MTP blocks names of others
 )
