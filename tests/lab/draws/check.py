@@ -37,6 +37,7 @@ DOCUMENTED = (
     r"model_meta\.json of a LoRA job also lists the tensors of the base model",  # with a head for labels
     r"cuts tensors with fused parts, such as gate and up, as if they were not fused",  # said by `launch`
     r"knows Adam's states alone",  # the loader of `hybrid`
+    r"has no optimizer states in the source, as in a job without sharding",  # correction biases of a recipe
     r"does not distribute experts over ep",  # qwen2_moe as a target with ep, of whose ranks each has all experts
     r"files by name hold one of the two",  # ernie4_5_moe, whose class gives experts of MTP blocks names of others
 )
@@ -190,7 +191,8 @@ def _config(folder: Path, job: Job) -> dict[str, Any]:
     beside, config = checkpoint_in(folder / "source") / "config.json", folder / "source" / "config.json"
     if job.model.get("moe_use_aux_free") is False:
         corrected = beside if beside.exists() else config
-        corrected.write_text(json.dumps(json.loads(corrected.read_text()) | {"moe_use_aux_free": False}))
+        entries = json.loads(corrected.read_text()) | {"moe_use_aux_free": False}
+        corrected.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")  # as the trainer writes it
     return {} if beside.exists() else {"config": config}
 
 
