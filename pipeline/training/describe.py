@@ -291,24 +291,30 @@ def _item_class(item: Any) -> str:
 
 def _places(model: Any) -> dict[int, int]:
     """Parameter or buffer → number of its item in the pipeline; empty without one."""
-    layers = list(_items_here(model))
-    for chunk, start in zip(
-        getattr(model, "_model_chunks", ()), getattr(model, "_start_poss", ()), strict=False
-    ):
-        layers += [(start + int(name), layer) for name, layer in chunk._sub_layers.items() if name.isdigit()]
     places: dict[int, int] = {}
-    for number, layer in layers:
+    for number, layer in _items_here(model):
         for tensor in (*layer.parameters(), *layer.buffers()):
             places.setdefault(id(tensor), number)
     return places
 
 
 def _items_here(model: Any) -> Iterator[tuple[int, Any]]:
-    """Number of an item of the pipeline → the layer that this rank has of it."""
+    """Number of an item of the pipeline → the layer that this rank has of it.
+
+    With virtual stages the pipeline has chunks, each with its layers from 0 on, under the numbers of their first items.
+    """
+    chunks = getattr(model, "_model_chunks", ())
+    held = list(zip(model._start_poss, chunks, strict=True)) if chunks else [(0, model)]
+    own = {
+        start + int(name): layer
+        for start, part in held
+        for name, layer in part._sub_layers.items()
+        if name.isdigit()
+    }
     for number, item in enumerate(getattr(model, "_layers_desc", ())):
         shared = getattr(item, "layer_name", None)
-        if shared is None and str(number) in model._sub_layers:
-            yield number, model._sub_layers[str(number)]
+        if shared is None and number in own:
+            yield number, own[number]
         elif shared in model.shared_layers and model.get_stage_from_index(number) == model._stage_id:
             yield number, model.shared_layers[shared]
 

@@ -55,7 +55,12 @@ RUNS = (
     Run("tied", "sharding4", "ep2", tied=True),
     Run("untied", "one", "ep2"),
     *(
-        Run(kind, "ep2", "sharding4", model={"expert_kind": kind, "mtp_num_hidden_layers": 1})
+        Run(
+            kind,
+            "ep2",
+            "sharding4",
+            model={"expert_kind": kind, "mtp_num_hidden_layers": 1, "norm_before_mtp": kind == "local"},
+        )
         for kind in ("stacked", "local")
     ),
 )

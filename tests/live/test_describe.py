@@ -91,6 +91,52 @@ def test_a_class_of_ones_own_is_converted_by_what_it_says_of_itself(tmp_path: Pa
             assert value.tobytes() == after[name].tobytes(), name
 
 
+VIRTUAL_STAGES = """
+import sys
+from paddle import nn
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+import paddle_reshard
+
+paddle.set_device("cpu")
+dist.ParallelEnv.device_id = 0  # a CPU has none
+fleet.init(is_collective=True, strategy=fleet.DistributedStrategy())
+words = {"num_embeddings": 8, "embedding_dim": 4, "shared_weight_attr": "weight"}
+layers = [SharedLayerDesc("words", nn.Embedding, **words), *(LayerDesc(nn.Linear, 4, 4) for _ in range(4))]
+
+class Own(PipelineLayer):
+    def state_dict(self):
+        keys = {"3.0": "layers.2", "3.1": "layers.3", "3.2": "norm", "0.1": "layers.0", "0.2": "layers.1"}
+        held = {key.rpartition("."): of for key, of in super().state_dict().items() if key != "0.0.weight"}
+        return {f"{keys.get(module, 'words')}.{part}": of for (module, _, part), of in held.items()}
+
+model = Own(
+    layers=[*layers, LayerDesc(nn.LayerNorm, 4)], topology=fleet.get_hybrid_communicate_group().topology(),
+    num_virtual_pipeline_stages=2, seg_method="layer:Linear", loss_fn=nn.MSELoss(),
+)
+assert model.segment_parts == [0, 3, 6]
+paddle_reshard.describe(model, to=sys.argv[1], config={"model_type": "own", "num_hidden_layers": 4})
+"""
+
+
+def test_layers_of_virtual_stages_are_the_items_that_the_pipeline_built(tmp_path: Path) -> None:
+    """Each chunk of a pipeline numbers its layers from 0 on."""
+    rules = tmp_path / "rules.json"
+    subprocess.run(
+        [sys.executable, "-c", VIRTUAL_STAGES, rules], check=True, capture_output=True, timeout=300
+    )
+    table = json.loads(rules.read_text())
+    classes = {item["name"]: item["layer_class"] for item in table["items"]}
+    assert {row["key"]: classes[row["item"]] for row in table["rules"]} == {
+        "words.weight": "Embedding",
+        **{f"layers.{{layer}}.{part}": "Linear" for part in ("weight", "bias")},
+        **{f"norm.{part}": "LayerNorm" for part in ("weight", "bias")},
+    }
+    assert table["segmentation"] == "layer:Linear"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -3,7 +3,8 @@
 One layer is dense and the others have experts, whole on a rank of ep; keys and values are one fused tensor; every
 head has a temperature, cut by tp by hand. ``expert_kind`` is what a rank calls its experts: ``listed`` under their
 numbers in the model, ``local`` under its own from 0 on, ``stacked`` in one tensor. ``mtp_num_hidden_layers`` further
-layers, of another class, follow the decoder layers under their numbers.
+layers, of another class, follow the decoder layers under their numbers; ``norm_before_mtp`` has a pipeline compute the
+last norm before them, and stages build it there.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ SIZES = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_experts": 4, "use_cache": False, "dtype": "bfloat16",
 }  # fmt: skip
+KINDS = {"expert_kind": "listed", "mtp_num_hidden_layers": 0, "norm_before_mtp": False}
 LAYER = "model.layers.$LAYER_ID"
 SAME = (
     *(f"{LAYER}.{norm}.{part}" for norm in ("before", "after") for part in ("weight", "bias")),
@@ -47,7 +49,7 @@ class OwnConfig(PretrainedConfig):
     model_type = "own"
 
     def __init__(self, **entries):
-        for name, value in {**SIZES, "expert_kind": "listed", "mtp_num_hidden_layers": 0}.items():
+        for name, value in {**SIZES, **KINDS}.items():
             setattr(self, name, entries.pop(name, value))
         super().__init__(**entries)
 
@@ -238,7 +240,7 @@ class OwnAnswer(nn.Layer):
 
     def __init__(self, config, words=None):
         super().__init__()
-        self.norm = nn.LayerNorm(config.hidden_size)
+        self.norm = nn.Identity() if config.norm_before_mtp else nn.LayerNorm(config.hidden_size)
         if config.tie_word_embeddings:
             self.words = words or OwnWords(config).words
         else:
@@ -277,10 +279,12 @@ class OwnBody(nn.Layer):
         super().__init__()
         self.embed = OwnWords(config)
         self.layers = nn.LayerList([kind(config, n) for n, kind in enumerate(blocks(config))])
+        self.norm = nn.LayerNorm(config.hidden_size) if config.norm_before_mtp else nn.Identity()
+        self.decoders = config.num_hidden_layers
 
     def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
+        x, layers = self.embed(ids), list(self.layers)
+        for layer in (*layers[: self.decoders], self.norm, *layers[self.decoders :]):
             x = layer(x)
         return x
 
@@ -353,8 +357,16 @@ class OwnForCausalLMPipe(OwnMaps, PipelinePretrainedModel, PipelineLayer):
             return LayerDesc(made, config=config)
 
         self.add_sequential_layer(end(OwnWords), "model.embed")
-        for n, kind in enumerate(blocks(config)):
-            self.add_sequential_layer(LayerDesc(kind, config=config, layer_idx=n), f"model.layers.{n}")
+        layers = [
+            (LayerDesc(kind, config=config, layer_idx=n), f"model.layers.{n}")
+            for n, kind in enumerate(blocks(config))
+        ]
+        if config.norm_before_mtp:
+            layers.insert(
+                config.num_hidden_layers, (LayerDesc(nn.LayerNorm, config.hidden_size), "model.norm")
+            )
+        for layer, prefix in layers:
+            self.add_sequential_layer(layer, prefix)
         self.add_sequential_layer(end(OwnAnswer), "answer")
         PipelineLayer.__init__(
             self,
