@@ -44,11 +44,14 @@ class Numbered(Generic[Value]):
         return number
 
     def numbers_of(self, values: Iterable[Value]) -> Ints:
-        """The numbers of many values; faster than one by one if few are new."""
+        """The numbers of many values; faster than one by one."""
         values = list(values)
         numbers = list(map(self.numbers.get, values))
         if None in numbers:
-            numbers = list(map(self.number, values))
+            new = dict.fromkeys(value for value in values if value not in self.numbers)
+            self.numbers.update(zip(new, range(len(self.values), len(self.values) + len(new)), strict=True))
+            self.values += new
+            numbers = list(map(self.numbers.get, values))
         return np.array(numbers, dtype=np.int64)
 
 
@@ -175,11 +178,13 @@ class Identities:
         """All states."""
         return frozenset(self._states.values)
 
+    def numbers_of_state(self, state: str) -> Ints:
+        """The numbers of the pairs of a state in their order."""
+        return np.flatnonzero(np.array(self._state, dtype=np.int16) == self._states.numbers.get(state, -1))
+
     def of_state(self, state: str) -> dict[str, int]:
         """Key → number, for the pairs of a state in their order."""
-        number = self._states.numbers.get(state, -1)
-        pairs = np.flatnonzero(np.array(self._state, dtype=np.int16) == number).tolist()
-        return {self._keys.values[self._key[pair]]: pair for pair in pairs}
+        return {self._keys.values[self._key[pair]]: pair for pair in self.numbers_of_state(state).tolist()}
 
 
 class Tensors(Identities, Sequence[Tensor]):

@@ -440,13 +440,13 @@ _STATES = (PARAM, MASTER_WEIGHT, *ACCUMULATORS, EMA_PARAM, EMA_MASTER_WEIGHT)
 
 def _summaries(checkpoint: Checkpoint) -> Iterator[StateSummary]:
     catalog = checkpoint.catalog
-    elements, dtypes = catalog.tensors.elements, catalog.tensors.dtypes
+    elements = catalog.tensors.elements
     for state in sorted(catalog.tensors.states, key=_STATES.index):
-        members = [*catalog.tensors.of_state(state).values()]
+        members = catalog.tensors.numbers_of_state(state)
         yield StateSummary(
             state=state,
             tensors=len(members),
             elements=int(elements[members].sum()),
-            dtypes=tuple(sorted({DTYPES[number].name for number in dtypes[members].tolist()})),
-            implied=sum(number in catalog.implied for number in members),
+            dtypes=tuple(sorted(dtype.name for dtype in catalog.tensors.dtypes_of(state))),
+            implied=sum(map(catalog.implied.__contains__, members.tolist())),
         )

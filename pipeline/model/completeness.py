@@ -173,7 +173,7 @@ def _experts(model: Model) -> Sequence[int]:
     """The numbers of the routed experts of a layer: those of the config, or else of any layer."""
     entry = model.table.experts
     count = derived_sizes(model.config).get(entry) if entry is not None else None
-    held = set(model.experts.values())
+    held = model.expert_numbers
     if count is None:
         return sorted(held)
     if count - len(held) > MAX_LACKING:

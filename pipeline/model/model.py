@@ -165,6 +165,11 @@ class Model:
         return {key: int(number) for key, number in spelled_experts(self.tensors).items()}
 
     @cached_property
+    def expert_numbers(self) -> frozenset[int]:
+        """The numbers of the routed experts that have tensors of their own."""
+        return frozenset(self.experts.values())
+
+    @cached_property
     def plain_expert(self) -> str | None:
         """Key of the first tensor of an expert without a master weight."""
         return next((t.key for t in self.tensors if t.key in self.experts and not t.master), None)

@@ -409,18 +409,18 @@ class Machine:
         return Instance(kind)
 
     def take_arrays(self) -> None:
-        """Take whole arrays, each with its key, as long as they are spelled as picklers spell nearly all.
+        """Take whole arrays, or texts, each with its key, as long as they are spelled as picklers spell nearly all.
 
         The key of the first is on top of the stack. Afterwards the machine is as if it had taken opcode by opcode. What
         it might refuse, and what lies across the end of a frame or of the block read, is left to be taken so.
         """
         taken = 0
-        while _take_array(self):
+        while _take_array(self) or _take_text(self):
             taken += 1
             if taken % _ARRAYS_BETWEEN_LOOKS == 0:
                 self.opcode_offset = self.window.position
                 self._check_size(self._opcodes + self._opcodes_of_arrays)
-            if not _take_key(self):
+            if not _take_text(self):
                 return
 
     def remember(self, index: int | None) -> None:
@@ -601,6 +601,11 @@ def _put(m: Machine, target: object, items: list[object]) -> None:
     """Set keys and values, given in turn; a key that would silently replace another is an attack."""
     if not isinstance(target, dict) or len(items) % 2:
         m.bad("bad_target", "sets items of something that is not a dict, or half an item")
+    keys = items[::2]
+    if set(map(type, keys)) == {str} and len(new := dict(zip(keys, items[1::2], strict=True))) == len(keys):
+        if target.keys().isdisjoint(new):  # as nearly always, and several times as fast as one by one
+            target.update(new)
+            return
     for index in range(0, len(items), 2):
         key = items[index]
         if not m.is_key(key):
@@ -776,7 +781,7 @@ class _Alike:
     """Bytes of the opcode of the payload, and of the length in it."""
 
 
-def _take_key(m: Machine) -> bool:
+def _take_text(m: Machine) -> bool:
     """Take a short text."""
     window = m.window
     data, start = window._data, window._at + 2
@@ -1131,17 +1136,19 @@ def _refuse_text_payload(m: Machine) -> NoReturn:
 class _Level:
     """One open container of the copy: its source, what is still to come of it, and what is done."""
 
-    __slots__ = ("_keys", "done", "pending", "source")
+    __slots__ = ("_keys", "done", "has_names", "pending", "source")
 
     def __init__(self, source: dict[object, object] | list[object] | tuple[object, ...]) -> None:
         self.source = source
         self._keys = list(source) if isinstance(source, dict) else None
+        self.has_names = set(map(type, self._keys or ())) <= {str}
         self.pending: Iterator[object] = iter(source.values() if isinstance(source, dict) else source)
         self.done: list[object] = []
 
     def add(self, m: Machine, value: object) -> None:
         if (
-            self._keys is not None
+            not self.has_names
+            and self._keys is not None
             and isinstance(value, ArrayRef)
             and isinstance(self._keys[len(self.done)], int)
         ):
@@ -1167,6 +1174,9 @@ def plain_value(m: Machine, root: object, opcodes: int) -> object:
             budget -= 1
             if budget < 0:
                 m.bad("too_many_values", "shared containers make the content many times the size of the file")
+            if type(value) is ArrayRef and level.has_names:  # as nearly all are
+                level.done.append(value)
+                continue
             if isinstance(value, (dict, list, tuple)):
                 if len(levels) > MAX_NESTING:
                     _refuse_nesting(m, levels)

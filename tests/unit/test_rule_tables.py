@@ -31,6 +31,12 @@ def test_a_whole_table_is_the_recorded_one(name: str) -> None:
     assert digest(whole(name)) == json.loads(DIGESTS.read_text())[name]
 
 
+@pytest.mark.parametrize("name", names())
+def test_of_what_tp_cuts_unmarked_a_flex_checkpoint_is_said_to_lack_the_rest(name: str) -> None:
+    cut = [row for row in whole(name)["rules"] if row.get("is_distributed") == "never" and "split" in row]
+    assert all("in no file" in row.get("saved_in_part", "") for row in cut)
+
+
 def test_it_is_another_family_and_the_rest_is_the_same() -> None:
     made, base = (
         parse(extends="qwen2.paddleformers"),

@@ -59,13 +59,19 @@ class ArrayColumns:
 
     def append(self, value: object) -> None:
         """Add a value; an array is kept without its name."""
-        if isinstance(value, ArrayRef):
-            self._kind.append(self._kinds.number((value.dtype, value.shape, value.axes)))
-            self._offset.append(value.byte_offset)
-        else:
-            self._kind.append(-1)
-            self._offset.append(len(self._others))
-            self._others.append(value)
+        self.append_all((value,))
+
+    def append_all(self, values: Iterable[object]) -> None:
+        """Add values; faster than one by one."""
+        number, kinds, offsets = self._kinds.number, self._kind, self._offset
+        for value in values:
+            if isinstance(value, ArrayRef):
+                kinds.append(number((value.dtype, value.shape, value.axes)))
+                offsets.append(value.byte_offset)
+            else:
+                kinds.append(-1)
+                offsets.append(len(self._others))
+                self._others.append(value)
 
     def get(self, row: int, name: str | None = None) -> Any:
         """The value of a row; an array is given this name."""

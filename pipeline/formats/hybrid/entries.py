@@ -5,7 +5,7 @@ A checkpoint may have hundreds of thousands of arrays, and all files are in memo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,11 @@ class Entries:
         self.called: list[str | None] = []  # nearly always the name of the entry
         self.values = ArrayColumns()
 
-    def add(self, entry: str, value: object) -> None:
-        """Add an entry."""
-        called = value.name if isinstance(value, ArrayRef) else None
-        self.names.append(str(entry))
-        self.called.append(entry if called == entry else called)
-        self.values.append(value)
+    def extend(self, names: Iterable[object], values: Sequence[object]) -> None:
+        """Add entries."""
+        self.names.extend(map(str, names))
+        self.called += [value.name if isinstance(value, ArrayRef) else None for value in values]
+        self.values.append_all(values)
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """All entries, in the order of the file."""
@@ -59,15 +58,12 @@ class FileEntries:
     __slots__ = ("_entries", "_special")
 
     def __init__(self, root: dict[str, Any]) -> None:
+        if isinstance(masters := root.get(MASTER_WEIGHTS), dict):
+            root[MASTER_WEIGHTS] = FileEntries(masters)
         self._entries = Entries()
-        self._special: dict[str, Any] = {}
-        for entry in list(root):
-            value = root.pop(entry)
-            if entry == MASTER_WEIGHTS and isinstance(value, dict):
-                value = FileEntries(value)
-            if entry in SPECIAL:
-                self._special[entry] = value
-            self._entries.add(entry, value)
+        self._special = {entry: root[entry] for entry in SPECIAL if entry in root}
+        self._entries.extend(root, list(root.values()))
+        root.clear()
 
     def __contains__(self, entry: str) -> bool:
         """Whether there is an entry of ``SPECIAL``."""

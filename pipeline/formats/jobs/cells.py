@@ -92,7 +92,7 @@ class CellPlanner:
     def __init__(self, model: Model, target: HybridJob) -> None:
         self.model, self.target, self.topology = model, target, target.topology
         self.expert = model.experts
-        self.experts = len(set(self.expert.values()))
+        self.experts = len(model.expert_numbers)
         tied = [t for t in model.tied if t.is_alias and not t.rule.is_own(self.topology.pp)]
         item_of = {t.key: t.item for t in model.tensors} if tied else {}
         self.tied = {

@@ -30,7 +30,8 @@ DOCUMENTED = (
     r"keeps no states, as SGD does",
     r"stage 2.*flex|flex.*stage 2|FlexCheckpoint.*stage2",
     r"--drop head",
-    r"takes \S+sinks, which its class cuts",  # gpt_oss, from a FlexCheckpoint over tp
+    r"takes \S+sinks, which its class cuts",  # gpt_oss, in a FlexCheckpoint over tp
+    r"sinks of the first rank, which its class cuts",  # and from one
     r"the trainer's router asserts sequence_parallel",
     r"amp_master_grad, and sharded saving would lose it",  # frozen experts
     r"whether the target job counts frozen parameters when it distributes parameters is not known",  # SGD
