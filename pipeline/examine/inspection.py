@@ -28,7 +28,6 @@ from paddle_reshard.pipeline.core.shown import Facts, Result, by_reason, readabl
 from paddle_reshard.pipeline.core.stored import StoredTensor
 from paddle_reshard.pipeline.core.tensors import (
     ACCUMULATORS,
-    DTYPES,
     EMA_MASTER_WEIGHT,
     EMA_PARAM,
     EMA_STATES,

@@ -602,8 +602,9 @@ def _put(m: Machine, target: object, items: list[object]) -> None:
     if not isinstance(target, dict) or len(items) % 2:
         m.bad("bad_target", "sets items of something that is not a dict, or half an item")
     keys = items[::2]
-    if set(map(type, keys)) == {str} and len(new := dict(zip(keys, items[1::2], strict=True))) == len(keys):
-        if target.keys().isdisjoint(new):  # as nearly always, and several times as fast as one by one
+    if set(map(type, keys)) == {str}:  # as nearly always, and several times as fast as one by one
+        new = dict(zip(keys, items[1::2], strict=True))
+        if len(new) == len(keys) and target.keys().isdisjoint(new):
             target.update(new)
             return
     for index in range(0, len(items), 2):
