@@ -97,7 +97,7 @@ class RankFacts:
     """Method of the class → the AOA statements that it gives, with which the library reads or writes a Hugging Face
     checkpoint; a text says why it gives none."""
     transposed: tuple[str, ...] = ()
-    """Layers whose weights the trainer transposes where it saves with ``save_to_hf`` (``transpose_weight_keys``)."""
+    """``transpose_weight_keys``: regular expressions of the ends of keys, whose weights ``save_to_hf`` transposes."""
     shared: Mapping[str, str] = field(default_factory=dict)
     """Key → name of the weight that items of the pipeline share over stages, where each has a parameter of its own."""
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import lzma
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,16 @@ class Build(NamedTuple):
     """The laboratory got no answer; this says nothing about the class."""
     maps: list[list[str]] | None
     """The AOA statements with which the class reads a Hugging Face checkpoint, and those with which it writes one."""
+    transposed: list[str] | None
+    """``transpose_weight_keys``: regular expressions of the ends of keys, whose weights ``save_to_hf`` transposes."""
+
+    def saves_transposed(self, key: str, shape: tuple[int, ...]) -> bool:
+        """Whether ``save_to_hf`` swaps the dims of a tensor, as the library's ``conversion_utils.py:1272`` has it."""
+        matrix = "lora" not in key and len(shape) == 2
+        return matrix and any(
+            re.search(rf"\.{of}\.weight$", key) or re.fullmatch(rf"^{of}\.weight$", key)
+            for of in self.transposed or ()
+        )
 
 
 @functools.cache
@@ -79,6 +90,7 @@ def builds() -> tuple[Build, ...]:
             one.get("refused"),
             one.get("lost"),
             whole["maps"][one["maps"]] if "maps" in one else None,
+            whole["transposed"][one["transposed"]] if "transposed" in one else None,
         )
 
     return tuple(read(one) for one in whole["builds"])

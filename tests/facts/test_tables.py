@@ -1,7 +1,7 @@
 """What the rule tables say of a model is what its class builds: rows, shapes, cuts, marks, names, order and ties."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import pytest
@@ -110,6 +110,18 @@ def differences(build: facts.Build, table: RuleTable | None = None) -> Iterator[
         tensors.append(ModelTensor(key, rule, layer, whole, dtype_named("bfloat16"), (), False, tied_to))
     if len(tensors) < len(held):
         return
+    for tensor in tensors:
+        form, swapped = tensor.rule.huggingface, build.saves_transposed(tensor.key, tensor.global_shape)
+        if form is not None and len(tensor.global_shape) == 2 and form.transposed_as_saved != swapped:
+            yield f"{tensor.key}: transposed by save_to_hf: {form.transposed_as_saved}, but {swapped}"
+    yield from _differences_of_names(build, table, tensors)
+
+
+def _differences_of_names(
+    build: facts.Build, table: RuleTable, tensors: Iterable[ModelTensor]
+) -> Iterator[str]:
+    held, config = {entry.key: entry for entry in build.entries or ()}, build.saved or {}
+    tp, pp, ep = (2 if build.topology in topologies else 1 for topologies in (TP, PP, EP))
     ordered = sorted(tensors, key=model_order(table))
     model = Model(tuple(order_routers(ordered, unified=False)), table, config)
     built = model.as_built(pp)

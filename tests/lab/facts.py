@@ -174,7 +174,13 @@ def attempt(family: str, model: Mapping[str, Any], args: Any, **options: Any) ->
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return {"refused": words(error), "where": f"{Path(frame.filename).name}:{frame.name}"}
     found = {"class": type(built).__name__, "saved": entries}
-    return {**found, "rows": rows(built), "sharded": sharded(built), "maps": maps(built)}
+    return {**found, "rows": rows(built), "sharded": sharded(built), "maps": maps(built), **transposed(built)}
+
+
+def transposed(model: Any) -> dict[str, list[str]]:
+    """Say which weights are written transposed with ``save_to_hf``; what is no list the library ignores."""
+    endings = model.transpose_weight_keys
+    return {"transposed": list(map(str, endings))} if isinstance(endings, list) else {}
 
 
 def maps(model: Any) -> list[list[str]] | str:
@@ -278,7 +284,7 @@ def of_adapters(family: str, args: Any) -> list[dict[str, Any]]:
 
 
 def _of_model(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in one.items() if name not in ("saved", "maps")}
+    return {name: value for name, value in one.items() if name not in ("saved", "maps", "transposed")}
 
 
 def switches(builds: list[dict[str, Any]], family: str) -> list[dict[str, Any]]:
@@ -328,6 +334,7 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
     tables: dict[str, int] = {}
     configs: dict[str, int] = {}
     maps_of: dict[str, int] = {}
+    transposed_of: dict[str, int] = {}
 
     def number(of: dict[str, int], value: Any) -> int:
         return of.setdefault(json.dumps(value, separators=(",", ":")), len(of))
@@ -335,6 +342,8 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
     for one in builds:
         if "maps" in one:
             one["maps"] = number(maps_of, one["maps"])
+        if "transposed" in one:
+            one["transposed"] = number(transposed_of, one["transposed"])
         if "saved" in one:
             one["saved"] = number(configs, one["saved"])
         for part in ("rows", "sharded"):
@@ -347,6 +356,7 @@ def pack(builds: list[dict[str, Any]]) -> bytes:
         "tables": [json.loads(table) for table in tables],
         "configs": [json.loads(config) for config in configs],
         "maps": [json.loads(pair) for pair in maps_of],
+        "transposed": [json.loads(endings) for endings in transposed_of],
         "builds": builds,
     }
     return lzma.compress(json.dumps(whole, separators=(",", ":")).encode(), preset=9)

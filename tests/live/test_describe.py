@@ -23,6 +23,7 @@ from pathlib import Path
 import paddle
 from paddle import nn
 import paddle_reshard
+from paddle_reshard.pipeline.training.describe import facts_of
 
 class Attention(nn.Layer):
     def __init__(self):
@@ -46,6 +47,8 @@ class Block(nn.Layer):
         return x + self.mlp(x + self.attention(self.norm(x)))
 
 class Own(nn.Layer):
+    transpose_weight_keys = ("out",)
+
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(32, 8)
@@ -64,6 +67,7 @@ folder = Path(sys.argv[1])
 paddle_reshard.describe(
     model, to=folder / "paddle_reshard_rules.json", config={"model_type": "own", "num_hidden_layers": 2}
 )
+assert facts_of(model, {}).transposed == (), "save_to_hf takes a list, and ignores all else"
 optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), learning_rate=0.1)
 model(paddle.arange(6)).sum().backward()
 optimizer.step()

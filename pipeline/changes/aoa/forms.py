@@ -7,6 +7,7 @@ by which the parts of every one of its tensors lie where the map has put them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
@@ -112,15 +113,19 @@ def with_forms(table: Mapping[str, Any], ranks: Sequence[RankFacts]) -> dict[str
         return _saying(table, f"the maps of {facts.kind} do not fit the model: {error}")
     if not of_maps:
         return _saying(table, f"{facts.kind} has no AOA statements ({READS}, {WRITES})")
-    forms = of_maps[0]
+    forms, swapped = of_maps[0], _swapped_as_saved(tensors, facts.transposed)
     differing = [key for key in forms if any(of[key] != forms[key] for of in of_maps)]
     twice = _same_keys({key: form for key, form in forms.items() if form and key not in differing})
-    lacking = [key for key, form in forms.items() if form is None and key not in differing]
+    lacking = [
+        key for key, form in forms.items() if (form is None or len(swapped[key]) > 1) and key not in differing
+    ]
     kept = {*forms} - {*differing, *twice, *lacking}
     copies = {tensor.rule.key for tensor in tensors.values() if tensor.tied_to is not None}
     lacking = [key for key in lacking if key not in copies]
     rows = [
-        {**row, "huggingface": _json_of(forms[row["key"]], facts)} if row["key"] in kept else row
+        {**row, "huggingface": _json_of(forms[row["key"]], *swapped[row["key"]])}
+        if row["key"] in kept
+        else row
         for row in table["rules"]
     ]
     why = [
@@ -151,11 +156,21 @@ def _may_be_same(a: Sequence[str], b: Sequence[str]) -> bool:
     return all(one == other or "{" in one + other for one, other in zip(a, b, strict=True))
 
 
-def _json_of(form: HuggingFaceForm | None, facts: RankFacts) -> dict[str, Any]:
+def _swapped_as_saved(tensors: Mapping[str, ModelTensor], endings: Sequence[str]) -> dict[str, set[bool]]:
+    """Key of a row → whether ``save_to_hf`` swaps the dims of its tensors.
+
+    By their own keys, whatever a map makes of them (PaddleFormers 1.2 ``transformers/conversion_utils.py:1272``).
+    """
+    rows: dict[str, set[bool]] = {}
+    for key, tensor in tensors.items():
+        named = (re.search(rf"\.{of}\.weight$", key) or re.fullmatch(rf"{of}\.weight", key) for of in endings)
+        rows.setdefault(tensor.rule.key, set()).add(len(tensor.global_shape) == 2 and any(named))
+    return rows
+
+
+def _json_of(form: HuggingFaceForm | None, swapped: bool) -> dict[str, Any]:
     assert form is not None  # noqa: S101
     entries = {name: value for name, value in asdict(form).items() if value not in (None, False)}
-    last = [key.removesuffix(".weight").rpartition(".")[2] for key in form.keys if key.endswith(".weight")]
-    swapped = len(form.keys) == 1 and bool(last) and last[0] in facts.transposed
     if swapped != form.transposed_as_saved:
         entries["saved_transposed"] = swapped
     return {**entries, "keys": list(form.keys), **({"widths": list(form.widths)} if form.widths else {})}

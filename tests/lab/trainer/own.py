@@ -10,6 +10,7 @@ last norm before them, and stages build it there.
 import dataclasses
 import itertools
 import json
+from typing import ClassVar
 
 import paddle
 import paddle.nn.functional as F
@@ -292,7 +293,7 @@ class OwnBody(nn.Layer):
 class OwnMaps:
     """Maps of Hugging Face checkpoints, which say what is fused: a rank of tp has its keys beside its values."""
 
-    transpose_weight_keys = ("query", "out", "up", "down", "proj")
+    transpose_weight_keys: ClassVar = ["query", "out", r"mlp\.up", r"experts\.\d+\.up", "down", "proj"]
 
     @classmethod
     def of_experts(cls, config):
