@@ -79,7 +79,7 @@ def spare_processor() -> None:
     if sys.argv[1:2] != ["resume"]:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Modules are no garbage: neither while they are imported, nor at the end, when the system takes all memory back.
-    gc.set_threshold(20_000)
+    gc.set_threshold(100_000)
     atexit.register(gc.freeze)
 
 

@@ -74,9 +74,9 @@ ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_
 """Bytes of an element of each dtype that is read and written, by numpy's code without byte order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ArrayRef:
-    """The payload of an array in its file."""
+    """The payload of an array in its file; not frozen, because very many are made, which would take four times as long."""
 
     byte_offset: int
     """Start of the raw little-endian payload, in bytes from the start of the file."""
