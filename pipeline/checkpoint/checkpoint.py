@@ -180,6 +180,8 @@ class Kinds:
     """``[kind, 3]``: moments, master weight and average of the master weight."""
     ema_param: Ints
     """Of the average of the parameter."""
+    shares: dict[object, tuple[Ints, Ints]] = field(default_factory=dict)
+    """What ranks of sharding hold of cells that were asked for: hundreds of topologies have few that differ."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {code: int(code[1:]) for code in _STRUCT_
 
 @dataclass(slots=True)
 class ArrayRef:
-    """The payload of an array in its file; not frozen, because very many are made, which would take four times as long."""
+    """The payload of an array in its file; not frozen, as making very many would take four times as long."""
 
     byte_offset: int
     """Start of the raw little-endian payload, in bytes from the start of the file."""

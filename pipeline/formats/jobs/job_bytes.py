@@ -6,6 +6,7 @@ expert are of one kind, and a cell is a sequence of kinds.
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -247,6 +248,15 @@ class _Sizes:
 
         And the rank that owns each parameter, of strategies that do not cut any.
         """
+        columns = hashlib.sha256()
+        for column in (kinds, counted, chunks, self.elements):
+            columns.update(column.tobytes())
+        known, key = self.all.shares, (columns.digest(), degree, self.target.strategy, self.target.sharding)
+        if key not in known:
+            known[key] = self._handed_out(kinds, counted, chunks, degree)
+        return known[key]
+
+    def _handed_out(self, kinds: Ints, counted: Ints, chunks: Ints, degree: int) -> tuple[Ints, Ints]:
         of, strategy, options = self.all, self.target.strategy, self.target.sharding
         elements = self.elements[kinds]
         rates = of.rates[kinds] * counted[:, None]
