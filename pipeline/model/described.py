@@ -425,7 +425,7 @@ def _unsupported(ranks: Sequence[RankFacts]) -> list[dict[str, Any]] | None:
             why.setdefault("flex", own)
     entry_said = next((name for name in EXPERTS if count_entry(config, name)), LAYERS)
     return [
-        {"entry": entry_said, "why": f"{said} ({ranks[0].kind}); choose another format", "formats": [format]}
+        {"entry": entry_said, "why": f"{said} ({ranks[0].kind})", "formats": [format]}
         for format, said in why.items()
     ] or None
 

@@ -159,6 +159,19 @@ def test_a_table_says_what_its_class_builds(variant: str) -> None:
         assert not found, found[:5]
 
 
+def test_no_family_has_a_flexcheckpoint_of_stacked_experts() -> None:
+    """In the trainer of PaddleFormers 1.2 each of the five stops as it saves one, and as it resumes from one."""
+    stacked = {
+        b.family: b for b in facts.builds() if b.topology == "tp1" and b.config == {"fd_fallback": True}
+    }
+    assert len(stacked) == 5
+    for build in stacked.values():
+        with pytest.raises(
+            RuleError, match="neither saves the states of stacked experts in a FlexCheckpoint"
+        ):
+            table_of(build).check_format("flex", build.saved or {})
+
+
 WRAPPED = {
     f"{build.family} {build.topology} {build.rank}": build
     for variant, builds in variants().items()
