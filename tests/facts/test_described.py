@@ -596,6 +596,39 @@ def test_experts_of_ranks_and_mtp_layers_are_published_as_the_class_says(run: st
             paddle_reshard.plan(source, format=over)
 
 
+@pytest.mark.parametrize("run", ["tied", "stacked", "local"])
+def test_experts_of_ranks_are_read_by_a_description_that_shows_them(run: str, tmp_path: Path) -> None:
+    """Under numbers in the model their keys show it as well; of others, copies of one would be taken for all."""
+    source = own_source(run, tmp_path)
+    tables = {job: tmp_path / f"{job}.json" for job in ("one", "ep2")}
+    for job, path in tables.items():
+        path.write_bytes(written(described_table(of_own_class(f"{job} {run}"), FUSED)))
+    over = {"to": "sharding=2,ep=2", "sharding_strategy": "stage1v2"}
+    paddle_reshard.convert(source, tmp_path / "one", to="tp=1")
+    paddle_reshard.convert(source, tmp_path / "ranks", **over)
+
+    with pytest.raises(
+        ReshardError, match=r"tp=2: .* jobs without tp \(with ep=2\).*; call paddle_reshard.desc"
+    ):
+        paddle_reshard.plan(source, **over, rules=tables["ep2"])
+    with pytest.raises(
+        ReshardError, match=r"ep=2: .* jobs without ep \(with one card\).*; call paddle_reshard.d"
+    ):
+        paddle_reshard.plan(tmp_path / "one", **over, rules=tables["one"])
+    with pytest.raises(
+        ReshardError, match=r"one card calls its parameters is not known.*; call paddle_reshard.d"
+    ):
+        paddle_reshard.plan(tmp_path / "ranks", to="tp=1", rules=tables["ep2"])
+    if run == "tied":
+        paddle_reshard.convert(tmp_path / "ranks", tmp_path / "back", to="tp=1", rules=tables["one"])
+        assert read_one_card(tmp_path / "back") == read_one_card(tmp_path / "one")
+    else:
+        with pytest.raises(
+            ReshardError, match=r"ep=2: the model was described in jobs without ep .*; call paddle"
+        ):
+            paddle_reshard.plan(tmp_path / "ranks", to="tp=1", rules=tables["one"])
+
+
 def test_layers_of_mtp_with_numbers_of_their_own_are_described_as_they_are_and_not_dropped(
     tmp_path: Path,
 ) -> None:

@@ -160,6 +160,11 @@ def _choose_table_and_rename(ranks: Ranks, tables: RuleTables, config: Config) -
     for cell in ranks.cells if ranks.topology.pp > 1 else ():
         cell.rename(keys_of_stages(tables, config))
     table = _choose_table(ranks, tables, config)
+    if table.described is not None:
+        common, topology = _held_by_all(ranks), ranks.topology
+        # Experts that only some ranks have tell by their keys how they are distributed.
+        listed = any(cell.names.keys() - common for cell in ranks.cells)
+        table.check_shown({"tp": topology.tp, "ep": 1 if listed else topology.ep})
     # The last stage stores some tensors under a key of the first stage; each becomes the key of its own row.
     shared = {rule.key_pp: rule.key for rule in table.rules if rule.key_pp}
     for cell in ranks.cells:

@@ -314,7 +314,9 @@ class RuleTable:
         for option in self.unsupported:
             if format in (option.formats or ()) and option.concerns(config):
                 raise option.refusal(
-                    self.named, config, f"the format {format} is not supported for such models"
+                    self.named,
+                    config,
+                    f"the format {format} is not supported for such models; save or convert them in another",
                 )
 
     def stages(self, config: Config) -> Stages:
@@ -354,6 +356,17 @@ class RuleTable:
                     f"without has a parameter of its own there is not known; {_DESCRIBE}",
                 )
 
+    def check_shown(self, degrees: Mapping[str, int]) -> None:
+        """Refuse a job with an axis that no job has in which the model was described; ``degrees``: axis → degree."""
+        for axis, what in _SHOWN_BY.items():
+            degree = degrees.get(axis, 1)
+            if self.described and degree > 1 and all(getattr(job, axis) == 1 for job in self.described):
+                raise RuleError(
+                    self.named,
+                    f"{axis}={degree}: the model was described in jobs without {axis} (with {self._jobs}), which do "
+                    f"not show {what}; {_DESCRIBE}",
+                )
+
     def check_job(
         self, config: Config, degrees: Mapping[str, int], stages_given: bool, marked: str | None = None
     ) -> None:
@@ -370,14 +383,7 @@ class RuleTable:
         """
         if self.described is None:
             return
-        for axis in ("tp", "pp", "ep"):
-            shown = {getattr(job, axis) for job in self.described}
-            if degrees[axis] > 1 and max(shown) == 1:
-                raise RuleError(
-                    self.named,
-                    f"{axis}={degrees[axis]}: the model was described in jobs without {axis} "
-                    f"(with {self._jobs}), which do not show {_SHOWN_BY[axis]}; {_DESCRIBE}",
-                )
+        self.check_shown(degrees)
         tp, sizes = degrees["tp"], derived_sizes(config)
         shown = {job.tp for job in self.described if job.tp > 1}
         heads = {name: sizes[name] for name in _HEADS if name in sizes}
