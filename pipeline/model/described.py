@@ -153,7 +153,7 @@ def described_table(
         "local_experts": local or None,
         "experts": _experts_entry(ranks, prefix, job.ep if local else 1),
         "unsupported": _unsupported(ranks),
-        "segmentation": _segmentation(ranks),
+        "segmentations": _segmentations(ranks),
         "alternatives": _alternatives(rows, config),
         "described": [{**job.entries(), "names": False}],
     }
@@ -572,30 +572,33 @@ def _part(row: _Row, rows: Mapping[str, _Row], config: Mapping[str, Any]) -> str
     return "before" if keys.index(row.key) < first else "after"
 
 
-def _segmentation(ranks: Sequence[RankFacts]) -> str | None:
-    """How the pipeline distributes its items, found among the ways that there are."""
-    staged = [rank for rank in ranks if rank.items and rank.segments]
-    if not staged:
+def _segmentations(ranks: Sequence[RankFacts]) -> list[str] | None:
+    """All ways to distribute the items of the pipeline that give the parts which the job has."""
+    rank = next((rank for rank in ranks if rank.items and rank.segments), None)
+    if rank is None:
         return None
-    rank, places = staged[0], _layer_places(ranks)
-    repeated = rank.items[min(place for place, name in places.items() if name == "layer")]
-    parts = len(rank.segments) - 1
-    layers = [n for n, kind in enumerate(rank.items) if re.search(repeated, kind, re.IGNORECASE)]
-    if len(layers) % parts == 0:
-        each = len(layers) // parts
-        by_layer = (0, *(layers[each * part - 1] + 1 for part in range(1, parts)), len(rank.items))
-        if by_layer == rank.segments:
-            return f"layer:{repeated}"
+    places, parts, pp = _layer_places(ranks), len(rank.segments) - 1, rank.job.pp
+    kinds = {name: rank.items[place] for place, name in sorted(places.items())}
     each, more = divmod(len(rank.items), parts)
-    uniform = [0]
-    for part in range(parts):
-        uniform.append(uniform[-1] + each + (part >= parts - more))
-    if tuple(uniform) == rank.segments:
-        return "uniform"
-    raise UsageError(
-        f"the pipeline begins its parts at items {', '.join(map(str, rank.segments))} of {len(rank.items)}, neither by "
-        f"the layers {repeated} nor evenly; such a pipeline cannot be described"
-    )
+    evenly = (*(each * part + max(0, part + more - parts) for part in range(parts)), len(rank.items))
+    undivided = list(places.values()).count("layer") % pp > 0
+    found = []
+    for pattern in dict.fromkeys((kinds["layer"], "|".join(kinds.values()))):
+        layers = [n for n, kind in enumerate(rank.items) if re.search(pattern, kind, re.IGNORECASE)]
+        count, rest = divmod(len(layers), parts)
+        by_layer = (0, *(layers[count * part - 1] + 1 for part in range(1, parts)), len(rank.items))
+        if rank.segments in ([by_layer] if rest == 0 else []) + ([evenly] if undivided else []):
+            found.append(f"layer:{pattern}")
+    if (
+        parts == pp and rank.segments == evenly
+    ):  # with virtual stages PipelineLayer asserts that layers are counted
+        found.append("uniform")
+    if not found:
+        raise UsageError(
+            f"the pipeline begins its parts at items {', '.join(map(str, rank.segments))} of {len(rank.items)}, "
+            f"neither by the layers {' and '.join(kinds.values())} nor evenly; such a pipeline cannot be described"
+        )
+    return found
 
 
 # ---- names
@@ -778,8 +781,10 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     staged = 1 if any(job.pp > 1 for job in jobs[1]) else 0
     base = 0 if staged == 1 and all(job.pp == 1 for job in earlier) and earlier else 1
     whole: dict[str, Any] = {**a, **b}
-    for name in ("items", "segmentation"):
-        whole |= {name: (a, b)[staged][name]} if name in (a, b)[staged] else {}
+    whole["items"] = (a, b)[staged]["items"]
+    ways = [of.get("segmentations", ()) for of in (a, b)]
+    if common := [way for way in ways[0] if way in ways[1]] or ways[1] or ways[0]:
+        whole["segmentations"] = common
     if unsupported := {str(of["formats"]): of for t in (b, a) for of in t.get("unsupported", ())}:
         whole["unsupported"] = list(unsupported.values())
     rows = [{row["key"]: row for row in entries["rules"]} for entries in (a, b)]

@@ -16,7 +16,13 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.changes.aoa.forms import READS, WRITES, shares_said, with_forms
 from paddle_reshard.pipeline.core.errors import ReshardError, UsageError
-from paddle_reshard.pipeline.model.described import Entry, RankFacts, described_table, joined_tables
+from paddle_reshard.pipeline.model.described import (
+    Entry,
+    RankFacts,
+    _segmentations,
+    described_table,
+    joined_tables,
+)
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.parse import typed_table
 from paddle_reshard.pipeline.model.rules.rule import Rule, evaluate_sizes, expected_shape
@@ -439,6 +445,7 @@ def test_experts_over_ranks_of_tp_and_words_over_stages_are_those_of_a_job_on_on
         refused = [] if run.endswith("tied") else ["flex", "unified"]
         assert sorted(format for of in made.unsupported for format in of.formats or ()) == refused
         mtp = [(item.layer_class, item.continues, item.built_before) for item in made.items if item.mtp]
+        assert made.segmentations == ("layer:OwnBlock", *(["uniform"] if run != "local" else []))
         before = "LayerNorm 5" if run == "local" else None  # stages build it first
         assert mtp == ([("OwnNext", "layer", before)] if refused else [])
     assert (HEAD in rows_of(table)) == (run == "tied")
@@ -627,6 +634,36 @@ def test_experts_of_ranks_are_read_by_a_description_that_shows_them(run: str, tm
             ReshardError, match=r"ep=2: the model was described in jobs without ep .*; call paddle"
         ):
             paddle_reshard.plan(tmp_path / "ranks", to="tp=1", rules=tables["one"])
+
+
+def test_stages_of_a_pipeline_of_another_degree_follow_where_all_ways_agree_that_fit_a_job(
+    tmp_path: Path,
+) -> None:
+    """Four decoder layers in two stages may be counted, or all items are, those before and behind them too."""
+    source = own_source("stacked", tmp_path)
+    ranks = of_own_class("source stacked")
+    assert {rank.segments for rank in ranks} == {(0, 3, 7)}
+    rules = tmp_path / "rules.json"
+    table = described_table(ranks, FUSED)
+    rules.write_bytes(written(table))
+    of_four = {"to": "tp=2,pp=4,ep=2", "layout": {"sequence_parallel": False}, "rules": rules}
+
+    words = r"\[0, 2, 3, 4\] with 'layer:OwnBlock', \[0, 1, 3, 5\] with 'uniform'.*describe.*--layout"
+    with pytest.raises(ReshardError, match=words):
+        paddle_reshard.plan(source, **of_four)
+    layout = {**of_four["layout"], "segmentation": "layer:OwnBlock"}
+    paddle_reshard.plan(source, **{**of_four, "layout": layout})
+
+    counted = tuple(replace(rank, segments=(0, 2, 3, 4, 7), job=replace(rank.job, pp=4)) for rank in ranks)
+    assert _segmentations(counted) == ["layer:OwnBlock"]
+    of_virtual = tuple(replace(rank, segments=(0, 2, 3, 4, 7)) for rank in ranks)
+    assert _segmentations(of_virtual) == ["layer:OwnBlock"]
+    more = {**table, "segmentations": _segmentations(counted)}
+    assert joined_tables(table, more)["segmentations"] == ["layer:OwnBlock"]
+    with pytest.raises(
+        UsageError, match=r"at items 0, 4, 7 of 7, neither by .* OwnBlock and OwnNext nor evenly"
+    ):
+        _segmentations(tuple(replace(rank, segments=(0, 4, 7)) for rank in ranks))
 
 
 def test_layers_of_mtp_with_numbers_of_their_own_are_described_as_they_are_and_not_dropped(

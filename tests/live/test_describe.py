@@ -138,7 +138,7 @@ def test_layers_of_virtual_stages_are_the_items_that_the_pipeline_built(tmp_path
         **{f"layers.{{layer}}.{part}": "Linear" for part in ("weight", "bias")},
         **{f"norm.{part}": "LayerNorm" for part in ("weight", "bias")},
     }
-    assert table["segmentation"] == "layer:Linear"
+    assert table["segmentations"] == ["layer:Linear"]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def segment(
         raise PlanError(f"vpp={vpp} with pp={pp}: Paddle's interleaved pipeline asserts pp > 2")
     if segmentation is None and pp * vpp == 1:
         return [(0, 0)] * len(items)
-    if segmentation is None:
+    if segmentation is None and by_default.ways:
+        starts, segmentation = _starts_of_ways(items, pp, vpp, by_default.ways)
+    elif segmentation is None:
         layers = sum(item.repeated for item in items)
         segmentation = "uniform" if layers % pp and by_default.or_uniform else by_default.segmentation
         starts = _starts_by_default(items, pp, vpp, segmentation, by_default.entry)
@@ -60,6 +62,35 @@ def _starts_by_default(
             f"library's default. For a job whose config.json has another, give the same with "
             f'--layout \'{{"segmentation": "{DECODER_LAYERS}"}}\''
         ) from error
+
+
+def _starts_of_ways(
+    items: Sequence[Item], pp: int, vpp: int, ways: Sequence[str]
+) -> tuple[list[int], Segmentation]:
+    """As :func:`_starts` of each of the ways, which have to agree, and one of them.
+
+    A class that counts layers may distribute all items evenly where stages do not divide the decoder layers.
+    """
+    even = vpp == 1 and sum(item.repeated for item in items) % pp > 0
+    found: dict[tuple[int, ...], str] = {}
+    fault: PlanError | None = None
+    for way in (*ways, *(["uniform"] if even else [])):
+        try:
+            found.setdefault(tuple(_starts(items, pp, vpp, way)), way)
+        except PlanError as error:
+            fault = fault or error
+    if len(found) > 1:
+        said = ", ".join(f"{list(starts)} with {way!r}" for starts, way in found.items())
+        raise PlanError(
+            f"pp={pp}: how the model's class distributes its {len(items)} pipeline items over stages was described in "
+            f"jobs that several ways fit, and here they begin stages at other items: {said}. Call "
+            "paddle_reshard.describe(model, to=FILE) once in such a job, with the same FILE, or give that of the class "
+            f'with --layout \'{{"segmentation": "{ways[0]}"}}\''
+        )
+    if fault is not None and not found:
+        raise fault
+    [(starts, way)] = found.items()
+    return list(starts), way
 
 
 def _starts(items: Sequence[Item], pp: int, vpp: int, segmentation: Segmentation) -> list[int]:

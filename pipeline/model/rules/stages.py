@@ -24,6 +24,8 @@ class Stages:
     """Whether it distributes all items evenly where the number of stages does not divide the decoder layers."""
     entry: str = ""
     """The config entry that a job can say it with, if the library has one."""
+    ways: tuple[str, ...] = ()
+    """Of a described model, in place of all others: what gives the parts of every pipeline that was described."""
 
 
 BY_LAYERS = Stages()

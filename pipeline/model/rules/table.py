@@ -122,6 +122,7 @@ class RuleTable:
     refused: Mapping[str, str] = field(default_factory=dict)
     segmentation: str = DECODER_LAYERS
     segmentation_entry: str | None = None
+    segmentations: tuple[str, ...] = ()
     empty: EmptyLayers | None = None
     lora: bool | None = None
     muon_exclude_patterns: tuple[str, ...] = ("embed", "bias", "lm_head", "mlp.gate")
@@ -322,7 +323,7 @@ class RuleTable:
     def stages(self, config: Config) -> Stages:
         """How the pipeline class of a model with this config distributes its items."""
         if self.segmentation_entry is None:
-            return Stages(self.segmentation)
+            return Stages(self.segmentation, ways=self.segmentations)
         said = config.get(self.segmentation_entry)
         return stages_said(self.segmentation if said is None else said, self.segmentation_entry)
 
