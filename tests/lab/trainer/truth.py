@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import struct
+import time
 
 import numpy as np
 import paddle
@@ -177,16 +178,16 @@ def gather(trainer, asked, args):
         patches.unfuse(trainer.optimizer, model)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     os.makedirs(asked.out, exist_ok=True)
-    with open(os.path.join(asked.out, f"_pieces_{rank}.pkl"), "wb") as file:
+    mine, *others = (os.path.join(asked.out, f"_pieces_{(rank + n) % ranks}.pkl") for n in range(ranks))
+    with open(mine + ".new", "wb") as file:
         pickle.dump(_held(trainer, model, args, rank, ranks), file, 4)
-    if ranks > 1:
-        dist.barrier()
-    if rank == 0:
+    os.replace(mine + ".new", mine)
+    if rank == 0:  # the trainer can have called barriers that not all ranks were in
+        while not all(map(os.path.exists, others)):
+            time.sleep(0.02)
         merge(asked.out, ranks)
         if getattr(asked, "lora", ""):
             _split_lora(asked.out)
-    if ranks > 1:
-        dist.barrier()
 
 
 def _held(trainer, model, args, rank, ranks):
@@ -387,7 +388,8 @@ def _split_lora(out):
     tensors = _read_safetensors(path)
 
     def is_trained(key):
-        return f"{key.rpartition('.')[0] if key.endswith(STATES) else key}.w_0" in tensors
+        of = key.rpartition(".")[0] if key.endswith(STATES) else key
+        return "lora_" in of or any(of + state in tensors for state in STATES)
 
     base = {k: one for k, one in tensors.items() if "lora_" not in k and not k.endswith(STATES)}
     _write(path, {key: one for key, one in tensors.items() if is_trained(key)})
