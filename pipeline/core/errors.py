@@ -266,7 +266,10 @@ class DriftError(CheckpointError):
         drift = f"{self.tensor}: {self.detail}: {self.path_a} and {self.path_b} differ"
         if self.replicas:
             return f"{drift}; with --replicas report the first copy is taken"
-        return f"{drift}; the target would keep the master weight only"
+        return (
+            f"{drift}; the target would keep the master weight only; --format hybrid-plain with "
+            "--master-weights report keeps both"
+        )
 
 
 class TiedDriftError(DriftError):

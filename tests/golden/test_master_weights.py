@@ -104,6 +104,8 @@ def test_what_differs_is_kept_where_that_is_allowed(target: dict[str, Any], tmp_
     assert any(line.startswith(f"{EMBEDDING} (param): element (") for line in report.moved.replica_drift)
     with pytest.raises(DriftError, match="the target would keep the master weight only"):
         paddle_reshard.convert(source, tmp_path / "sharded", to="sharding=2", master_weights="report")
+    with_both: dict[str, Any] = {"format": "hybrid-plain", "master_weights": "report"}
+    paddle_reshard.convert(source, tmp_path / "sharded", to="sharding=2", **with_both)
 
 
 def _retyped(source: Path, names: tuple[str, ...], dtype: str) -> None:

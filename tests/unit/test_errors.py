@@ -97,7 +97,8 @@ EXAMPLES = [
     ),
     (
         DriftError("w (param)", "element (0,) is 1.0 and 2.0", "a", "b", False),
-        "w (param): element (0,) is 1.0 and 2.0: a and b differ; the target would keep the master weight only",
+        "w (param): element (0,) is 1.0 and 2.0: a and b differ; the target would keep the master weight only; "
+        "--format hybrid-plain with --master-weights report keeps both",
         1,
     ),
     (

@@ -174,7 +174,11 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
     if any(rule.shared_out for rule in checkpoint.model.rules):
         in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
     count = len({*experts.values()}) or min(in_one, default=0)
-    if count == 0 or count % ranks:
+    if count == 0:
+        raise PlanError(
+            f"{what}: no tensor of this model is of single experts, which ranks could share; omit ep"
+        )
+    if count % ranks:
         raise PlanError(
             f"{what}: the layers have {count} experts that can be told apart, and the trainer asserts that {axis} "
             "divides that number"

@@ -38,6 +38,8 @@ DOCUMENTED = (
     r"model_meta\.json of a LoRA job also lists the tensors of the base model",  # with a head for labels
     r"cuts tensors with fused parts, such as gate and up, as if they were not fused",  # said by `launch`
     r"pipeline class of \S+ has no multi-token prediction",
+    r"the target would keep the master weight only",  # of experts that tp ranks let drift apart
+    r"no tensor of this model is of single experts",  # where first_k_dense_replace leaves none
     r"knows Adam's states alone",  # the loader of `hybrid`
     r"has no optimizer states in the source, as in a job without sharding",  # correction biases of a recipe
     r"does not distribute experts over ep",  # qwen2_moe as a target with ep, of whose ranks each has all experts
