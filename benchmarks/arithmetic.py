@@ -8,19 +8,18 @@ powers of betas are zeros. Literal bytes are those that the product lays out.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.synthetic import PER_PARAMETER, EmptySource
+from benchmarks.synthetic import PER_PARAMETER, EmptySource, Unstored
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.core.geometry import MAX_DIMS, row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import DTYPES, MASTER_WEIGHT, PARAM
-from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 FLOAT32 = [dtype.name for dtype in DTYPES].index("float32")
 FINITE = np.uint32(0x7F7F)
@@ -54,9 +53,9 @@ def write_boxes(folder: Path, files: TargetFiles, tensors: Tensors) -> None:
         if tensor.state not in PER_PARAMETER:
             state = PARAM if tensor.state == MASTER_WEIGHT else tensor.state
             seeds[number] = zlib.crc32(f"{tensor.key} {state}".encode()) | 1
-    tensor = fragments["tensor"]
-    boxes["seed"], boxes["steps"] = seeds[tensor], steps[tensor] & 0xFFFFFFFF
-    boxes["first"] = (fragments["offset"] * steps[tensor]).sum(axis=1) & 0xFFFFFFFF
+    owner = fragments["tensor"]
+    boxes["seed"], boxes["steps"] = seeds[owner], steps[owner] & 0xFFFFFFFF
+    boxes["first"] = (fragments["offset"] * steps[owner]).sum(axis=1) & 0xFFFFFFFF
     itemsize = np.array([dtype.itemsize for dtype in DTYPES])[fragments["dtype"]]
     boxes["start"] = fragments["byte_base"]
     boxes["stop"] = boxes["start"] + ((boxes["extents"] - 1) * boxes["strides"]).sum(axis=1) + itemsize
@@ -80,11 +79,8 @@ class _Tables(NamedTuple):
     """Path → number of the file."""
 
 
-class ArithmeticSource(ReadRange):
+class ArithmeticSource(Unstored):
     """The files of a layout. Sent to a worker, it knows only tensors, and reads zeros between them."""
-
-    folders: Sequence[str] = ()
-    openness = Openness()
 
     def __init__(self, folder: Path, literals: EmptySource | None = None) -> None:
         self.folder, self.literals = folder, literals
@@ -96,16 +92,6 @@ class ArithmeticSource(ReadRange):
 
     def sizes(self) -> Mapping[str, int]:
         return {} if self.literals is None else self.literals.sizes()
-
-    def versions(self) -> Mapping[str, str]:
-        return dict.fromkeys(self.sizes(), "1")
-
-    def check_unchanged(self) -> None:
-        """It never changes."""
-
-    def read_many(self, reads: Sequence[Read]) -> None:
-        for read in reads:
-            self.read_into(read.path, read.byte_offset, read.buffer)
 
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         found = np.frombuffer(buffer, dtype=np.uint8)

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import paddle_reshard
-from benchmarks.generate import generate, llama_of, parse_size
+from benchmarks.generate import SOURCE, V2, generate, llama_of, parse_size
 
 FOLDER = Path(".chaos")
-SOURCE_TOPOLOGY = "tp=2,pp=2,sharding=2"
 TARGETS = (["--to", "tp=1,sharding=4"], ["--to", "tp=4"], ["--to", "pp=4", "--overwrite"])
 LONGEST_SECONDS = 600.0
 SLOWER = 1.1
@@ -157,9 +156,9 @@ def main() -> None:
     FOLDER.mkdir()
     source = FOLDER / "source"
     try:
-        generate(llama_of(parse_size(arguments.size)), source, SOURCE_TOPOLOGY, "stage1v2")
+        generate(llama_of(parse_size(arguments.size)), source, SOURCE, V2)
         size_bytes = sum(path.stat().st_size for path in source.iterdir())
-        print(f"source: {SOURCE_TOPOLOGY}, {size_bytes / 1e9:.2f} GB", flush=True)
+        print(f"source: {SOURCE}, {size_bytes / 1e9:.2f} GB", flush=True)
         with on_s3(source) if arguments.s3 else on_disk(source) as (location, targets):
             for number, (target, options) in enumerate(zip(targets, TARGETS, strict=False)):
                 kills = arguments.kills // len(targets) + (number < arguments.kills % len(targets))

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.generate import Llama, generate, llama_of, parse_size
+from benchmarks.generate import SOURCE, V2, Llama, generate, llama_of, parse_size
 from benchmarks.measure import (
     CommandFailed,
     Measured,
@@ -38,6 +38,7 @@ from benchmarks.measure import (
     median,
     ratio_of_rounds,
     run,
+    say,
     spread,
     table,
     warm_memory,
@@ -45,8 +46,6 @@ from benchmarks.measure import (
 )
 
 DOCUMENT = Path(__file__).with_suffix(".md")
-SOURCE = "tp=2,pp=2,sharding=2"
-V2 = "stage1v2"
 MIB = 1 << 20
 MEMORY = Path("/dev/shm")
 PEER_PYTHON = "PADDLENLP_PYTHON"
@@ -477,10 +476,6 @@ def _available_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 SECTIONS = (
     "copy",
     "export",
@@ -540,7 +535,7 @@ def report(bench: Bench, chosen: Sequence[str]) -> str:
     )
     quick = ["--quick"] if bench.rounds == 1 else []
     alone = partial(standalone, bench)
-    titles = {
+    titles: dict[str, tuple[str, Callable[[], str]]] = {
         "copy": ("Against `cp -r` of the same bytes", bench.against_copy),
         "export": ("As a Hugging Face model", bench.export),
         "memory": ("The same without a disk", partial(bench.in_memory, Bench.without_disk)),

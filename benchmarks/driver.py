@@ -13,34 +13,36 @@ it; that also bounds the groups per second where there are few cores. The clocks
 from __future__ import annotations
 
 import argparse
-import cProfile
 import logging
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from benchmarks.measure import Verdict, print_result, table
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
-from benchmarks.synthetic import catalog_of
+from benchmarks.synthetic import Unstored, catalog_of
+from paddle_reshard.clusters.engine import Batches
 from paddle_reshard.clusters.private_ray import prepare
+from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.convert import run
+from paddle_reshard.pipeline.convert.plan import ConversionPlan
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.formats.hybrid.target import layout_hybrid
 from paddle_reshard.pipeline.planning.plan import Plan, plan_conversion
 from paddle_reshard.pipeline.planning.settings import PlanSettings
-from paddle_reshard.pipeline.planning.work import GroupWork, WorkBatch
+from paddle_reshard.pipeline.planning.work import GroupWork, RemainingGroups, WorkBatch
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
-from paddle_reshard.storage.store import Openness, Read, ReadRange, Receipt
+from paddle_reshard.storage.store import ReadRange, Receipt, WritePart
 from paddle_reshard.tasks.group import GroupReport
 
 prepare()  # Ray reads its settings when it is imported
@@ -59,23 +61,18 @@ START_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Nothing(ReadRange):
+class Nothing(Unstored):
     """A source of files full of zeros. Only the last group is read, in which idle workers share."""
 
     files: Mapping[str, int]
     gate: Path
     """A folder in which each worker notes that it is there."""
     workers: int
-    location: str = "nowhere"
-    openness: Openness = Openness()
 
     def sizes(self) -> Mapping[str, int]:
         return self.files
 
-    def versions(self) -> Mapping[str, str]:
-        return dict.fromkeys(self.files, "1")
-
-    def read_many(self, reads: Sequence[Read]) -> None:
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         """Leave new memory as it is."""
 
 
@@ -106,7 +103,7 @@ class IdleWorker(ReshardWorker):
         return GroupReport(work.group, work.peak_bytes, written, receipts)
 
 
-def planned(number: int, groups: int | None) -> Plan:
+def planned(number: int, groups: int | None) -> tuple[Checkpoint, Plan]:
     """A plan of ``benchmarks.planning``, of which the first ``groups`` are run, or all."""
     row = ROWS[number]
     checkpoint = catalog_of(row.dims, row.source)
@@ -114,40 +111,37 @@ def planned(number: int, groups: int | None) -> Plan:
     plan = plan_conversion(checkpoint.catalog, laid_out, [], PlanSettings(BUDGET_BYTES))
     object.__setattr__(plan, "group_peaks", plan.group_peaks[:groups])
     plan.plan_id  # noqa: B018 -- not part of what is measured
-    return plan
+    return checkpoint, plan
 
 
 CPU_MS_GOAL, RATE_GOAL = 0.1, 4_000
 """Processor time of a group, and groups per second: 64 workers share two cores with the driver here."""
 
 
-def measure(plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...]:
+def measure(checkpoint: Checkpoint, plan: Plan, workers: int, verdicts: list[Verdict]) -> tuple[str, ...]:
     """Run all groups, say what the driver took, and judge it."""
-    engine = RayEngine(workers=workers, memory_bytes=1 << 30)
-    with tempfile.TemporaryDirectory(prefix="driver-") as folder, tempfile.TemporaryDirectory() as gate:
-        files = {file.path: file.size_bytes for file in plan.source_files}
-        source = Nothing(files, Path(gate), workers)
-        conversion: Any = SimpleNamespace(plan=plan, store=source, asked=None)
-        target = LocalTarget(Path(folder) / "T")
-        marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, float]] = []
 
-        def counted(*arguments: Any) -> Any:
-            """The clocks start with the first answer, when all workers have started."""
-            for report in engine.run(*arguments):
+    class Clocked(RayEngine):
+        """The clocks start with the first answer, when all workers have started."""
+
+        def run(self, remaining: RemainingGroups, source: ReadRange, target: WritePart | None) -> Batches:
+            for reports in super().run(remaining, source, target):
                 if not marks:
                     marks.append((time.process_time(), time.perf_counter()))
-                yield report
+                yield reports
 
-        counting: Any = SimpleNamespace(run=counted)
-        with target:
-            _, receipts = run._move(conversion, Outputs([target]), counting, ignore_events)
+    with tempfile.TemporaryDirectory(prefix="driver-") as folder, tempfile.TemporaryDirectory() as gate:
+        files = {file.path: file.size_bytes for file in plan.source_files}
+        conversion = ConversionPlan(Nothing(files, Path(gate), workers), checkpoint, (), plan, pieces=0)
+        engine = Clocked(workers=workers, memory_bytes=1 << 30)
+        with LocalTarget(Path(folder) / "T") as target:
+            _, receipts = run._move(conversion, Outputs([target]), engine, ignore_events)
             cpu, wall = (
                 now - then
                 for now, then in zip((time.process_time(), time.perf_counter()), marks[0], strict=True)
             )
             ledger = (Path(folder) / ".T.reshard" / "ledger").stat().st_size
-            target.session.remove()
-            target.session = None
     if len(receipts) < plan.groups:
         raise SystemExit("some groups were not run")
     each_ms, rate = 1000 * cpu / plan.groups, plan.groups / wall
@@ -191,18 +185,16 @@ def main() -> None:
     parser.add_argument("--groups", type=int, help="run only the first of them")
     parser.add_argument("--quick", action="store_true", help="a small plan and 2 workers only")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--profile", type=Path, help="write a profile of the driver to this file")
     given = parser.parse_args()
-    plan = planned(*(SMALL, given.groups or QUICK_GROUPS) if given.quick else (FULL, given.groups))
+    checkpoint, plan = planned(
+        *(SMALL, given.groups or QUICK_GROUPS) if given.quick else (FULL, given.groups)
+    )
     print(f"planned, {np.count_nonzero(plan.parts['group'] < plan.groups):,} parts", file=sys.stderr)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-    actors.ReshardWorker = IdleWorker
     rows, verdicts = [], list[Verdict]()
     for workers in [2] if given.quick else given.workers:
-        with private_ray(workers), cProfile.Profile() if given.profile else nullcontext() as profile:
-            rows.append(measure(plan, workers, verdicts))
-        if profile is not None:
-            profile.dump_stats(given.profile)
+        with patch.object(actors, "ReshardWorker", IdleWorker), private_ray(workers):
+            rows.append(measure(checkpoint, plan, workers, verdicts))
     print_result(table(HEAD, rows), verdicts, given.json)
 
 

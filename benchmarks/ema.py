@@ -8,6 +8,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -33,17 +34,20 @@ def main() -> None:
     random = np.random.default_rng(1)
     held = {f"linear_{i}.w_0": random.standard_normal(each, dtype=np.float32) for i in range(options.tensors)}
     copy = {key: np.zeros_like(value) for key, value in held.items()}
+
+    def copied() -> None:
+        for key, value in held.items():
+            np.copyto(copy[key], value)
+
     average, values = (np.zeros(options.elements, np.float32) for _ in range(2))
     steps: dict[str, list[float]] = {"update": [], "copy": [], "blend": [], "copy whole": []}
     with AsyncEma(lambda: Weights(held), decay=0.999) as ema:
         ema.update(0)
         for step in range(1, PASSES + 1):
             ema.state()  # let the worker finish, so that only the step's own share is measured
-            steps["update"].append(seconds(lambda step=step: ema.update(step)))
+            steps["update"].append(seconds(partial(ema.update, step)))
             ema.state()
-            steps["copy"].append(
-                seconds(lambda: [np.copyto(copy[key], value) for key, value in held.items()])
-            )
+            steps["copy"].append(seconds(copied))
             steps["blend"].append(seconds(lambda: blend(average, values, 0.999)))
             steps["copy whole"].append(seconds(lambda: np.copyto(average, values)))
     median = {name: statistics.median(found) for name, found in steps.items()}

@@ -17,13 +17,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.topology import Strategy
 from paddle_reshard.storage.files.paddle_pickle_writer import ArraySlot, encode_pickle
 
+SOURCE = "tp=2,pp=2,sharding=2"
+V2: Final = "stage1v2"
+"""The job that most benchmarks convert from."""
 BYTES_PER_PARAMETER = 12
 """With sharded saving: a float32 master weight and two float32 moments; the bf16 parameter is its cast."""
 BLOCK_ELEMENTS = 1 << 20
@@ -104,7 +108,7 @@ def llama_of(size_bytes: int) -> Llama:
     )
 
 
-def generate(model: Llama, directory: Path, to: str = "", strategy: str | None = None) -> None:
+def generate(model: Llama, directory: Path, to: str = "", strategy: Strategy | None = None) -> None:
     """Write a checkpoint of ``model``; ``to`` is a topology of the command line, a single card if empty."""
     if not to:
         write_single_card(model, directory)
@@ -185,7 +189,7 @@ def _write(path: Path, model: Llama, root: dict[str, Any]) -> None:
         return ArraySlot(len(arrays) - 1, value.dtype, value.shape, value.name)
 
     encoded = encode_pickle(slots(root))
-    pieces = [(start, literal) for start, literal in encoded.literals]
+    pieces: list[tuple[int, bytes | _Array]] = [*encoded.literals]
     pieces += [(start, arrays[slot]) for slot, start, _ in encoded.slots]
     with open(path, "xb") as file:
         for _, piece in sorted(pieces, key=lambda piece: piece[0]):

@@ -39,8 +39,8 @@ def write_many(dims: Dims, directory: Path, job: HybridTarget = SINGLE_CARD) -> 
     laid_out = files_of(dims, job)
     directory.mkdir(parents=True)
     contents = [bytearray(file.size_bytes) for file in laid_out.files]
-    for file, offset, literal in laid_out.literals:
-        contents[file][offset : offset + len(literal)] = literal
+    for number, offset, literal in laid_out.literals:
+        contents[number][offset : offset + len(literal)] = literal
     for file, content in zip(laid_out.files, contents, strict=True):
         (directory / file.path).write_bytes(content)
     (directory / "config.json").write_text(json.dumps(dims.config))

@@ -134,6 +134,10 @@ def warm_memory(nbytes: int) -> None:
             memory[start : start + BLOCK_BYTES] = block[: nbytes - start]
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def end_cleanly() -> None:
     """Let SIGTERM end this process after its cleanup."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))

@@ -28,6 +28,7 @@ from benchmarks.measure import (
     print_result,
     ratio_of_rounds,
     run,
+    say,
     spread,
     table,
 )
@@ -56,10 +57,10 @@ CASES = (
 )
 
 
-def write(number: str, keys: str, path: Path) -> None:
+def write(number: int, keys: int, path: Path) -> None:
     """Write the file of a case, and say how many indexes it has."""
-    case, classes = CASES[int(number)], classes_of(GENERATION)
-    metadata = case.make(classes, int(keys), case.ranks)
+    case, classes = CASES[number], classes_of(GENERATION)
+    metadata = case.make(classes, keys, case.ranks)
     path.write_bytes(dumped(metadata, classes))
     print(len(metadata.storage_metadata))
 
@@ -92,7 +93,7 @@ def row(number: int, rounds: int, share: float, path: Path, verdicts: list[Verdi
     found = alternate(
         {reader: partial(timed, [*me, reader, str(path)]) for reader in READERS},
         rounds,
-        partial(print, file=sys.stderr),
+        say,
     )
     ours, theirs = found["read"], found["unpickle"]
     if case.goal_seconds and share == 1:
@@ -129,7 +130,7 @@ def timed(command: list[str]) -> Measured:
 
 def main() -> None:
     if sys.argv[1:2] == ["write"]:
-        write(*sys.argv[2:4], Path(sys.argv[4]))
+        write(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     elif sys.argv[1:] and sys.argv[1] in READERS:
         start = time.perf_counter()
         READERS[sys.argv[1]](Path(sys.argv[2]))

@@ -125,7 +125,7 @@ def measure(row: Row) -> dict[str, Any]:
         path = Path(folder) / "plan.arrow"
         timed("save", lambda: save_plan(plan, path))
         saved_bytes = path.stat().st_size
-    peak_bytes = _peak_bytes()
+    peak = peak_bytes()
     return {
         "name": row.name,
         "ranks": [row.source.topology.world_size, row.target.topology.world_size],
@@ -135,7 +135,7 @@ def measure(row: Row) -> dict[str, Any]:
         "ops": len(plan.ops),
         "groups": plan.groups,
         "seconds": seconds,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": peak,
         "saved_bytes": saved_bytes,
     }
 
@@ -145,7 +145,7 @@ def _forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024

@@ -34,8 +34,9 @@ import numpy as np
 from benchmarks.arithmetic import ArithmeticSource, write_boxes
 from benchmarks.driver import private_ray
 from benchmarks.measure import load, machine, table, write_figures
-from benchmarks.planning import MIB, job
+from benchmarks.planning import MIB, job, peak_bytes
 from benchmarks.synthetic import MOE_671B, Dims, EmptySource, files_of, logical
+from paddle_reshard.clusters.engine import Engine
 from paddle_reshard.clusters.inline import InlineEngine
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.changes.change import Altered
@@ -49,12 +50,23 @@ from paddle_reshard.pipeline.formats.targets import lay_out
 from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.pipeline.planning.settings import PlanSizes
+from paddle_reshard.pipeline.request.options import ConvertOptions
 from paddle_reshard.pipeline.request.parse import ConversionRequest, parse_request
 from paddle_reshard.storage.checksum import checksum
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from paddle_reshard.storage.session.ledger import check_receipts
-from paddle_reshard.storage.store import CopyRange, Identity, NewFile, Openness, ReadRange, Receipt, Record
+from paddle_reshard.storage.store import (
+    CopyRange,
+    Identity,
+    NewFile,
+    Openness,
+    Permission,
+    ReadRange,
+    Receipt,
+    Record,
+    WritePart,
+)
 from paddle_reshard.tasks.index import index_here
 
 REPO = Path(__file__).parents[1]
@@ -65,7 +77,7 @@ THIN = 16
 WIDE = replace(MOE_671B, hidden=448, intermediate=1152, vocab=8080)
 SIZES = PlanSizes(*(size // THIN**2 for size in (64 * MIB, 8 * MIB, 16 * MIB)))
 SOURCE = job(tp=8, pp=4, sharding=64, buffer_mb=4)
-OPTIONS: dict[str, Any] = {
+OPTIONS: ConvertOptions = {
     "to": "tp=4,pp=4,sharding=32",
     "layout": {"comm_buffer_size_MB": 4},
     "memory": "1GiB",
@@ -73,11 +85,10 @@ OPTIONS: dict[str, Any] = {
 SAMPLED_PARTS = 2_000
 
 
-@dataclass(frozen=True)
-class Dropping:
+class Dropping(WritePart):
     """Takes the checksum of every part and drops it."""
 
-    copies_in_flight: int = 1
+    copies_in_flight = 1
 
     def write_part(self, path: str, byte_offset: int, buffer: memoryview) -> Receipt:
         return Receipt(path, byte_offset, len(buffer), checksum=checksum(buffer))
@@ -90,7 +101,7 @@ class Rehearsed(LocalTarget):
     """A folder with a real session, ledger and manifest, whose files are empty, and read back as they were laid out."""
 
     def __init__(self, root: Path, resume: bool, read_back: EmptySource) -> None:
-        super().__init__(root, overwrite=False, resume=resume)
+        super().__init__(root, Permission(resume=resume))
         self.read_back = read_back
         self.begin_seconds = 0.0
 
@@ -130,10 +141,10 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
     clock.stop("lay out the source (simulated job)")
     clock.start("index")
     # Indexing looks at no value of a tensor, so there is no need to compute those next to what it reads.
-    checkpoint = index_checkpoint(source.literals, shipped_tables(), index_files=index_here)
+    checkpoint = index_checkpoint(source.literals or source, shipped_tables(), index_files=index_here)
     clock.stop("index")
     clock.start("plan")
-    request = replace(parse_request(OPTIONS), sizes=SIZES)  # type: ignore[arg-type]
+    request = replace(parse_request(OPTIONS), sizes=SIZES)
     conversion = plan_checkpoint(Altered.of(source, checkpoint), request)
     plan = conversion.plan
     plan.plan_id  # noqa: B018 -- computed once, and part of planning
@@ -160,8 +171,8 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
             if kill_at and moved > kill_at * plan.written_bytes:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    engine: Any = InlineEngine() if not workers else RayEngine(workers=workers, memory_bytes=1 << 30)
-    running = ConversionRequest(options={"no_space_check": True}, resume=target.resume)
+    engine: Engine = InlineEngine() if not workers else RayEngine(workers=workers, memory_bytes=1 << 30)
+    running = ConversionRequest(options={"no_space_check": True}, resume=target.permission.resume)
     report = run_conversion(conversion, Outputs([target]), engine, observe, running, index_here)
     manifest_bytes = (target.root / MANIFEST).read_bytes()
     clock.start("verify a sample")
@@ -181,7 +192,7 @@ def drive(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, 
         "ledger_bytes": ledger_bytes,
         "sampled": sampled,
         "worker_seconds": sum(worker.busy_seconds for worker in report.workers),
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": peak_bytes(),
     }
 
 
@@ -204,11 +215,6 @@ def verify_sample(data: bytes, written: ArithmeticSource) -> int:
         if found != part.checksum:
             raise SystemExit(f"{part.path}: {part.nbytes} bytes at {part.byte_offset} are wrong")
     return len(chosen)
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def child(folder: Path, layers: int, workers: int, kill_at: float) -> dict[str, Any] | None:

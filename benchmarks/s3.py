@@ -30,8 +30,8 @@ from typing import IO, Any, cast
 
 import s3fs
 
-from benchmarks.disk import copied_share, say
-from benchmarks.generate import generate, llama_of, parse_size
+from benchmarks.disk import copied_share
+from benchmarks.generate import SOURCE, V2, generate, llama_of, parse_size
 from benchmarks.measure import (
     CommandFailed,
     Measured,
@@ -44,6 +44,7 @@ from benchmarks.measure import (
     median,
     ratio_of_rounds,
     run,
+    say,
     spread,
     table,
     write_figures,
@@ -53,7 +54,6 @@ DOCUMENT = Path(__file__).with_suffix(".md")
 SCRIPT = Path(__file__).with_name("ceph.sh")
 REAL = Path("tests/golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3")
 BUCKET = "checkpoints"
-SOURCE, V2 = "tp=2,pp=2,sharding=2", "stage1v2"
 ALL_AXES = ("--to", "tp=4,pp=1,sharding=4", "--sharding-strategy", V2)
 ONLY_PP = ("--to", "tp=2,pp=4,sharding=2", "--sharding-strategy", V2)
 OVER_TLS = "writer-tls"

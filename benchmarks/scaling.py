@@ -30,13 +30,12 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from benchmarks.generate import generate, llama_of, parse_size
-from benchmarks.measure import CommandFailed, end_cleanly, machine, run, table, write_figures
+from benchmarks.generate import SOURCE, V2, generate, llama_of, parse_size
+from benchmarks.measure import CommandFailed, end_cleanly, machine, run, say, table, write_figures
 
 DOCUMENT = Path(__file__).with_suffix(".md")
 PICTURE = Path(__file__).with_suffix(".svg")
 MEMORY = Path("/dev/shm")
-SOURCE, STRATEGY = "tp=2,pp=2,sharding=2", "stage1v2"
 BYTES_PER_CORE = 512 << 20
 SHARE_OF_MEMORY = 12
 """The checkpoint takes at most this part of the memory: it lies there up to three times, and processes need some."""
@@ -61,10 +60,10 @@ class Operation:
         return self.function in ("convert", "ema")
 
 
-ALL_AXES = Operation("all axes", "convert", {"to": "tp=4,sharding=4", "sharding_strategy": STRATEGY})
+ALL_AXES = Operation("all axes", "convert", {"to": "tp=4,sharding=4", "sharding_strategy": V2})
 OPERATIONS = (
     ALL_AXES,
-    Operation("only pp", "convert", {"to": "tp=2,pp=4,sharding=2", "sharding_strategy": STRATEGY}),
+    Operation("only pp", "convert", {"to": "tp=2,pp=4,sharding=2", "sharding_strategy": V2}),
     Operation("to Hugging Face", "convert", {"format": "huggingface"}),
     Operation("average of two", "ema", {"to": "tp=4,sharding=4", "uniform": True}, sources=2),
     Operation("verify A B", "verify", {}, sources=2),
@@ -160,7 +159,7 @@ class Scaling:
         size = self.size_bytes // SMALL if small else self.size_bytes
         source, other = folder / "source", folder / "other"
         say(f"writing {size / 1e9:.2f} GB to {folder}")
-        generate(llama_of(size), source, SOURCE, STRATEGY)
+        generate(llama_of(size), source, SOURCE, V2)
         import paddle_reshard
 
         paddle_reshard.convert(source, other, memory=BUDGET, **ALL_AXES.arguments)
@@ -259,10 +258,6 @@ def size_of(cores: int) -> int:
 def doublings(cores: int) -> list[int]:
     """1, 2, 4, … and the number of cores."""
     return sorted({min(1 << power, cores) for power in range(cores.bit_length() + 1)})
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def main() -> None:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         for command in COMMANDS.values():
             seconds(command, environment)
-        taken = {name: [] for name in COMMANDS}
+        taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
         for _ in range(rounds):
             for name, command in COMMANDS.items():
                 taken[name].append(seconds(command, environment))

@@ -8,6 +8,7 @@ elsewhere, so that everything down to the pickle parser runs; :func:`catalog_of`
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import numpy as np
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint, Job
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles, add_literal_files
-from paddle_reshard.pipeline.core.catalog import Catalog, File, Fragments
+from paddle_reshard.pipeline.core.catalog import Catalog, Fragments
 from paddle_reshard.pipeline.core.file_names import MODEL_META
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, MASTER_WEIGHT, PARAM, Tensor, dtype_named
@@ -28,7 +29,7 @@ from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.rules.rule import Rule, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
-from paddle_reshard.storage.store import Openness
+from paddle_reshard.storage.store import Openness, Read, ReadRange
 
 ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 PER_PARAMETER = ("beta1_pow_acc", "beta2_pow_acc")
@@ -191,7 +192,35 @@ def _replicas(fragments: Fragments) -> np.ndarray[Any, Any]:
     return replicas
 
 
-class EmptySource:
+class Unstored(ReadRange):
+    """A store whose files lie nowhere, and never change."""
+
+    location = "nowhere"
+    folders: Sequence[str] = ()
+    openness = Openness()
+
+    @abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """Name of every file → size in bytes."""
+
+    def versions(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.sizes(), "1")
+
+    def modified(self) -> Mapping[str, int]:
+        return {}
+
+    def check_unchanged(self) -> None:
+        pass
+
+    @abstractmethod
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None: ...
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        for read in reads:
+            self.read_into(read.path, read.byte_offset, read.buffer)
+
+
+class EmptySource(Unstored):
     """The files of a layout as a store: literal bytes where there are any, zeros elsewhere."""
 
     def __init__(self, files: TargetFiles, config: bytes | None) -> None:
@@ -206,33 +235,13 @@ class EmptySource:
             starts, contents = self._literals[files.files[file].path]
             starts.append(offset)
             contents.append(content)
-        self.reads = self.read_bytes = 0
-
-    @property
-    def location(self) -> str:
-        return "nowhere"
-
-    @property
-    def folders(self) -> Sequence[str]:
-        return ()
-
-    openness = Openness()
 
     def sizes(self) -> Mapping[str, int]:
         return self._sizes
 
-    def modified(self) -> Mapping[str, int]:
-        return {}
-
-    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.read_into(path, byte_offset, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
         starts, contents = self._literals[path]
         stop = byte_offset + len(buffer)
-        self.reads, self.read_bytes = self.reads + 1, self.read_bytes + len(buffer)
         for i in range(max(0, bisect_right(starts, byte_offset) - 1), len(starts)):
             if starts[i] >= stop:
                 break
@@ -241,11 +250,3 @@ class EmptySource:
                 buffer[low - byte_offset : high - byte_offset] = contents[i][
                     low - starts[i] : high - starts[i]
                 ]
-
-    def check_unchanged(self) -> None:
-        pass
-
-
-def described(files: Sequence[File]) -> int:
-    """Bytes of all files together."""
-    return sum(file.size_bytes for file in files)

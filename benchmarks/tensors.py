@@ -19,7 +19,17 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.many import SINGLE_CARD, many, write_many
-from benchmarks.measure import Verdict, alternate, median, print_result, ratio_of_rounds, run, spread, table
+from benchmarks.measure import (
+    Verdict,
+    alternate,
+    median,
+    print_result,
+    ratio_of_rounds,
+    run,
+    say,
+    spread,
+    table,
+)
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 from tests.storage.servers import running_store
@@ -84,14 +94,14 @@ def row(case: Case, share: float, rounds: int, folder: Path, verdicts: list[Verd
         write_many(many(layers), place, case.job)
     command, *options = case.arguments
     with stored(place, on_s3=case.on_s3) as (location, access):
-        ours = [sys.executable, "-m", "paddle_reshard", command, location, *options, *access]
+        inspecting = [sys.executable, "-m", "paddle_reshard", command, location, *options, *access]
         found = alternate(
             {
-                "ours": partial(run, ours),
+                "ours": partial(run, inspecting),
                 "pickle": partial(run, [sys.executable, "-c", UNPICKLE, str(place)]),
             },
             rounds,
-            partial(print, file=sys.stderr),
+            say,
         )
     ours, theirs = found["ours"], found["pickle"]
     if case.goal_seconds and share == 1:
