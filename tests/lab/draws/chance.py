@@ -93,14 +93,14 @@ def draw(number: int, families: Sequence[str], small: bool = False) -> Draw:
         if str(target.topology) != str(source.topology):
             break
         target = placed(common, chance, with_average)
-    # From its own files of one card in `hybrid` the trainer does not resume: it asks for a model_meta.json.
+    # From its own files without sharding in `hybrid` the trainer does not resume: it asks for a model_meta.json.
     # Nor does it from those of another optimizer, of which this format's loader knows no state but Adam's; and under
     # stage 3 it stops at a unified one.
     resumes = number % 5 == 0
     if target.format == "unified":
         resumes = resumes and target.strategy != "stage3"
     if target.format == "hybrid":
-        resumes = resumes and target.topology.ranks > 1 and not common.optimizer
+        resumes = resumes and target.topology.sharding > 1 and not common.optimizer
     third = replace(third, arguments={k: v for k, v in third.arguments.items() if k == "sequence_parallel"})
     return Draw(number, source, target, third, resumes)
 
