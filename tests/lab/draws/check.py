@@ -177,10 +177,13 @@ def _named_otherwise(file: str, job: Job) -> bool:
 
 
 def _left_out(folder: Path, draw: Draw) -> set[str]:
-    """Keys of what is not trained: files of ranks lack them unless the source, or ``--fill``, had them."""
-    if not draw.target.format.startswith("hybrid"):
-        return set()
+    """Keys of what is not trained: files of ranks lack them unless the source, or ``--fill``, had them.
+
+    And of what a FlexCheckpoint over tp has of the first rank alone.
+    """
     memory = files.memory_of(folder / "source", draw.source)
+    if not draw.target.format.startswith("hybrid"):
+        return {key for key in memory if files.SINKS in key and draw.target.topology.tp > 1}
     return {key for key in memory if not any(key + state in memory for state in STATES)}
 
 
