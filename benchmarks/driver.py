@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benchmarks.measure import Verdict, print_result, table
+from benchmarks.measure import Verdict, print_result
 from benchmarks.planning import BUDGET_BYTES, MIB, ROWS
 from benchmarks.synthetic import Unstored, catalog_of
 from paddle_reshard.clusters.engine import Batches
@@ -195,7 +195,7 @@ def main() -> None:
     for workers in [2] if given.quick else given.workers:
         with patch.object(actors, "ReshardWorker", IdleWorker), private_ray(workers):
             rows.append(measure(checkpoint, plan, workers, verdicts))
-    print_result(table(HEAD, rows), verdicts, given.json)
+    print_result(HEAD, rows, verdicts, given.json)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class CommandFailed(Exception):
     """A measured command failed."""
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Measured:
+def run(command: Sequence[str]) -> Measured:
     """Run a command to its end. Its standard output is kept, its errors are shown if it fails.
 
     It may keep the bytecode of what it imports, which installed packages have: to compile this package's modules takes
@@ -93,9 +93,7 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=output, stderr=errors, env={**inherited, **(environment or {})}
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=inherited)
         watch = _Watch(process.pid)
         watch.start()
         try:
@@ -312,8 +310,11 @@ def goals_table(verdicts: Sequence[Verdict]) -> str:
     return table(("goal", "wanted", "measured", "met"), [verdict.row for verdict in verdicts])
 
 
-def print_result(text: str, verdicts: Sequence[Verdict], as_json: bool) -> None:
+def print_result(
+    head: Sequence[str], rows: Sequence[Sequence[str]], verdicts: Sequence[Verdict], as_json: bool
+) -> None:
     """Print what a benchmark found: as JSON for another benchmark, which judges it with its own figures."""
+    text = table(head, rows)
     if as_json:
         print(json.dumps({"table": text, "verdicts": [asdict(verdict) for verdict in verdicts]}))
     else:

@@ -30,7 +30,6 @@ from benchmarks.measure import (
     run,
     say,
     spread,
-    table,
 )
 from paddle_reshard.storage.files.dist_metadata import parse_dist_metadata
 from tests.dist_metadata_oracle import as_imported, classes_of, dumped, flattened, replicated
@@ -146,7 +145,7 @@ def main() -> None:
             path = Path(folder) / ".metadata"
             verdicts: list[Verdict] = []
             rows = [row(number, rounds, share, path, verdicts) for number in range(len(CASES))]
-        print_result(table(HEAD, rows), verdicts, given.json)
+        print_result(HEAD, rows, verdicts, given.json)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,6 @@ def measure(row: Row) -> dict[str, Any]:
         "ranks": [row.source.topology.world_size, row.target.topology.world_size],
         "parameters": row.dims.parameters,
         "fragments": len(checkpoint.catalog.fragments),
-        "target_fragments": len(laid_out.fragments),
         "ops": len(plan.ops),
         "groups": plan.groups,
         "seconds": seconds,
@@ -172,24 +171,34 @@ def judged(row: Row, found: dict[str, Any]) -> list[Verdict]:
     ]
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """Results as markdown."""
-    lines = [
-        "| conversion | ranks | fragments | ops | groups | read (s) | lay out (s) | plan (s) | save (s) | "
-        "lay out to saved (s) | peak RSS (MiB) | saved (MiB) |",
-        "| --- " + "| ---: " * 11 + "|",
-    ]
-    for found in results:
-        seconds = found["seconds"]
-        total = laid_out_to_saved(found)
-        read = f"{seconds['read']:.2f}" if "read" in seconds else "–"
-        lines.append(
-            f"| {found['name']} | {found['ranks'][0]:,} → {found['ranks'][1]:,} | {found['fragments']:,} | "
-            f"{found['ops']:,} | {found['groups']:,} | {read} | {seconds['lay out']:.2f} | {seconds['plan']:.2f} | "
-            f"{seconds['save']:.2f} | **{total:.2f}** | {found['peak_bytes'] / MIB:,.0f} | "
-            f"{found['saved_bytes'] / MIB:,.1f} |"
-        )
-    return "\n".join(lines)
+HEAD = (
+    "conversion",
+    "ranks",
+    "fragments",
+    "ops",
+    "groups",
+    "read (s)",
+    "lay out (s)",
+    "plan (s)",
+    "save (s)",
+    "lay out to saved (s)",
+    "peak RSS (MiB)",
+    "saved (MiB)",
+)
+
+
+def line(found: dict[str, Any]) -> tuple[str, ...]:
+    """What :func:`measure` found, as a row of the table."""
+    seconds = found["seconds"]
+    return (
+        found["name"],
+        " → ".join(f"{count:,}" for count in found["ranks"]),
+        *(f"{found[what]:,}" for what in ("fragments", "ops", "groups")),
+        *(f"{seconds[step]:.2f}" if step in seconds else "–" for step in ("read", "lay out", "plan", "save")),
+        f"**{laid_out_to_saved(found):.2f}**",
+        f"{found['peak_bytes'] / MIB:,.0f}",
+        f"{found['saved_bytes'] / MIB:,.1f}",
+    )
 
 
 def main() -> None:
@@ -201,15 +210,16 @@ def main() -> None:
     if arguments.row is not None:
         print(json.dumps(measure(ROWS[arguments.row])))
         return
-    results, verdicts = [], list[Verdict]()
+    rows, verdicts = list[tuple[str, ...]](), list[Verdict]()
     for number, row in enumerate(ROWS):
         if row.quick or not arguments.quick:
             command = [sys.executable, "-m", "benchmarks.planning", "--row", str(number)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
-            results.append(json.loads(done.stdout))
-            verdicts += judged(row, results[-1])
+            found = json.loads(done.stdout)
+            rows.append(line(found))
+            verdicts += judged(row, found)
             print(f"{row.name}: done", file=sys.stderr)
-    print_result(table(results), verdicts, arguments.json)
+    print_result(HEAD, rows, verdicts, arguments.json)
 
 
 if __name__ == "__main__":

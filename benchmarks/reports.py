@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planning import job
+from benchmarks.planning import T, job
 from benchmarks.synthetic import MOE_671B, EmptySource, catalog_of, files_of
 from paddle_reshard import convert
 from paddle_reshard.pipeline.changes.change import Altered
@@ -126,7 +126,7 @@ def large(path: Path) -> None:
     _timed("page", lambda: save_report(describe_plan(planned, picture), path))
 
 
-def _timed(what: str, function: Callable[[], Any]) -> Any:
+def _timed(what: str, function: Callable[[], T]) -> T:
     started = time.perf_counter()
     result = function()
     print(f"{what}: {time.perf_counter() - started:.1f} s")

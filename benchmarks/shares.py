@@ -9,7 +9,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from benchmarks.measure import Verdict, print_result, table
+from benchmarks.measure import Verdict, print_result
 from benchmarks.synthetic import LLAMA_7B, LLAMA_70B, Dims, catalog_of
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
 from paddle_reshard.pipeline.core.topology import Topology
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     verdicts: list[Verdict] = []
     rows = [row(case, verdicts) for case in CASES]
-    print_result(table(head, rows), verdicts, parser.parse_args().json)
+    print_result(head, rows, verdicts, parser.parse_args().json)
 
 
 if __name__ == "__main__":

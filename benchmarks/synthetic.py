@@ -212,9 +212,6 @@ class Unstored(ReadRange):
     def check_unchanged(self) -> None:
         pass
 
-    @abstractmethod
-    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None: ...
-
     def read_many(self, reads: Sequence[Read]) -> None:
         for read in reads:
             self.read_into(read.path, read.byte_offset, read.buffer)

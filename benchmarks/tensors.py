@@ -19,17 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.many import SINGLE_CARD, many, write_many
-from benchmarks.measure import (
-    Verdict,
-    alternate,
-    median,
-    print_result,
-    ratio_of_rounds,
-    run,
-    say,
-    spread,
-    table,
-)
+from benchmarks.measure import Verdict, alternate, median, print_result, ratio_of_rounds, run, say, spread
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.hybrid.target import HybridTarget
 from tests.storage.servers import running_store
@@ -142,7 +132,7 @@ def main() -> None:
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
         rows = [row(case, share, rounds, Path(folder), verdicts) for case in CASES]
-    print_result(table(HEAD, rows), verdicts, given.json)
+    print_result(HEAD, rows, verdicts, given.json)
 
 
 if __name__ == "__main__":
