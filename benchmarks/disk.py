@@ -317,7 +317,7 @@ class Bench:
             peak = max(r.private_bytes for r in found) / (1 << 20)
             rows.append((name, spread(found), f"{times:.1f}", f"{peak:.0f}", f"{lean:.3f}"))
             if found is not mine:
-                fast, slow, small, large = (3, None, 0.01, 0.02) if name == NAIVE_34 else (5, 4.6, 0.1, None)
+                fast, slow, small, large = (3, None, 0.01, 0.02) if name == NAIVE_34 else (5, 4.4, 0.1, None)
                 self.verdicts += [
                     Verdict.at_least(f"times faster than {name}", fast, times, 1, slow),
                     Verdict.at_most(f"memory ÷ that of {name}", small, lean, 3, large),
