@@ -313,9 +313,8 @@ def run_ranks(count: int, work: Callable[[], Any]) -> list[Any]:
         found = work()
         (box / f"{rank}.json.part").write_text(json.dumps(found, default=str))
         (box / f"{rank}.json.part").rename(box / f"{rank}.json")
-        while (
-            len([*box.glob("*.json")]) < count
-        ):  # the first to leave would break the connections of the others
+        # The first to leave would break the connections of the others.
+        while len([*box.glob("*.json")]) < count:
             time.sleep(0.02)
 
     try:
