@@ -14,7 +14,7 @@ from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, MODEL_M
 from paddle_reshard.pipeline.core.limits import MAX_CONFIG_BYTES, MAX_META_BYTES, too_large
 from paddle_reshard.pipeline.core.trainer_files import kind_of
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
-from paddle_reshard.pipeline.model.transformers_config import DTYPE_ENTRIES, OF_PADDLE
+from paddle_reshard.pipeline.model.transformers_config import DTYPE_ENTRIES, OF_PADDLE, OF_TENSOR_PARALLEL
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json
 from paddle_reshard.storage.files.mistaken import BEGIN_BYTES, in_place_of
 from paddle_reshard.storage.files.paddle_pickle import parse_pickle
@@ -199,8 +199,9 @@ class SourceFiles:
 
 
 OF_TOPOLOGY = (
-    *("tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank", "sequence_parallel"),
-    *("use_expert_parallel", "expert_model_parallel_size", "moe_rank", "moe_world_size", "moe_group_origin"),
+    *OF_TENSOR_PARALLEL,
+    *("sequence_parallel", "use_expert_parallel", "expert_model_parallel_size"),
+    *("moe_rank", "moe_world_size", "moe_group_origin"),
     *("pipeline_model_parallel_size", "pipeline_parallel_degree", "virtual_pipeline_model_parallel_size"),
     *("virtual_pp_degree", "pp_seg_method"),
 )

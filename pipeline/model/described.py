@@ -589,9 +589,8 @@ def _segmentations(ranks: Sequence[RankFacts]) -> list[str] | None:
         by_layer = (0, *(layers[count * part - 1] + 1 for part in range(1, parts)), len(rank.items))
         if rank.segments in ([by_layer] if rest == 0 else []) + ([evenly] if undivided else []):
             found.append(f"layer:{pattern}")
-    if (
-        parts == pp and rank.segments == evenly
-    ):  # with virtual stages PipelineLayer asserts that layers are counted
+    # With virtual stages PipelineLayer asserts that layers are counted.
+    if parts == pp and rank.segments == evenly:
         found.append("uniform")
     if not found:
         raise UsageError(
@@ -783,8 +782,9 @@ def joined_tables(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = {**a, **b}
     whole["items"] = (a, b)[staged]["items"]
     ways = [of.get("segmentations", ()) for of in (a, b)]
-    if common := [way for way in ways[0] if way in ways[1]] or ways[1] or ways[0]:
-        whole["segmentations"] = common
+    # Of jobs that no way fits both, each keeps its own: a target that they would give different stages is refused.
+    if fitting := [way for way in ways[0] if way in ways[1]] or [*dict.fromkeys((*ways[0], *ways[1]))]:
+        whole["segmentations"] = fitting
     if unsupported := {str(of["formats"]): of for t in (b, a) for of in t.get("unsupported", ())}:
         whole["unsupported"] = list(unsupported.values())
     rows = [{row["key"]: row for row in entries["rules"]} for entries in (a, b)]

@@ -17,7 +17,9 @@ from paddle_reshard.pipeline.model.rules.entries import TEXT, TIED, Config, conf
 DTYPE_ENTRIES = _DTYPE, _OTHER_DTYPE = "torch_dtype", "dtype"
 """If ``config.json`` has ``dtype``, FastDeploy reads weights as ``[in, out]``, as Paddle has them, and it refuses both
 entries together (``fastdeploy/config.py`` at 0009064, ``read_model_config``). ``transformers`` reads either."""
-OF_PADDLE = ("source", "tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
+OF_TENSOR_PARALLEL = ("tensor_model_parallel_size", "tensor_parallel_degree", "tensor_parallel_rank")
+"""Entries of ``config.json`` that say how a job cut the weights."""
+OF_PADDLE = ("source", *OF_TENSOR_PARALLEL)
 """Entries of ``config.json`` about Paddle's layout of the weights, or about the job that wrote them."""
 OWN_CODE = frozenset({"auto_map", "custom_pipelines", "custom_generate"})
 """Entries that name code, beside the weights or in another repository, in ``config.json`` and in small files of a

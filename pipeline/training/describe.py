@@ -149,7 +149,8 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
     in_sequence = degrees[0] > 1 and bool(entries.get("sequence_parallel") or _in_sequence(model))
     state = model.state_dict()
     places, shared = _places(model), _shared(model)
-    transposed = getattr(type(model), "transpose_weight_keys", None)
+    said = getattr(type(model), "transpose_weight_keys", None)
+    transposed = said if isinstance(said, list) else ()  # of a tuple the library takes none
     return RankFacts(
         Described(*degrees, sequence_parallel=in_sequence),
         *ranks,
@@ -161,9 +162,7 @@ def facts_of(model: Any, config: Mapping[str, Any] | None = None) -> RankFacts:
         {key: places[id(tensor)] for key, tensor in state.items() if id(tensor) in places},
         tuple(int(first) for first in getattr(model, "segment_parts", ())),
         dict(_maps(model)),
-        tuple(map(str, transposed))
-        if isinstance(transposed, list)
-        else (),  # of a tuple the library takes none
+        tuple(map(str, transposed)),
         {key: shared[id(tensor)] for key, tensor in state.items() if id(tensor) in shared},
     )
 

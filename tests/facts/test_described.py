@@ -660,6 +660,8 @@ def test_stages_of_a_pipeline_of_another_degree_follow_where_all_ways_agree_that
     assert _segmentations(of_virtual) == ["layer:OwnBlock"]
     more = {**table, "segmentations": _segmentations(counted)}
     assert joined_tables(table, more)["segmentations"] == ["layer:OwnBlock"]
+    contradicting = joined_tables({**more, "segmentations": ["uniform"]}, more)
+    assert contradicting["segmentations"] == ["uniform", "layer:OwnBlock"]
     with pytest.raises(
         UsageError, match=r"at items 0, 4, 7 of 7, neither by .* OwnBlock and OwnNext nor evenly"
     ):

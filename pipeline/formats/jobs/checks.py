@@ -169,11 +169,10 @@ def _check_experts(checkpoint: Checkpoint, target: HybridJob) -> None:
         raise PlanError(
             f"{what}: {table.convention}'s {table.family} does not distribute experts over {axis}{instead}"
         )
-    experts = checkpoint.model.experts
     in_one: set[int] = set()
     if any(rule.shared_out for rule in checkpoint.model.rules):
         in_one = {t.global_shape[0] for t in checkpoint.model.tensors if t.rule.shared_out}
-    count = len({*experts.values()}) or min(in_one, default=0)
+    count = len(checkpoint.model.expert_numbers) or min(in_one, default=0)
     if count == 0:
         raise PlanError(
             f"{what}: no tensor of this model is of single experts, which ranks could share; omit ep"

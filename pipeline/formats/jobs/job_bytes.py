@@ -257,6 +257,7 @@ class _Sizes:
         return known[key]
 
     def _handed_out(self, kinds: Ints, counted: Ints, chunks: Ints, degree: int) -> tuple[Ints, Ints]:
+        """As :meth:`_states`, found anew."""
         of, strategy, options = self.all, self.target.strategy, self.target.sharding
         elements = self.elements[kinds]
         rates = of.rates[kinds] * counted[:, None]

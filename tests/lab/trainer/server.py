@@ -57,8 +57,7 @@ def main() -> int:
 
 def words_of(out: Path, ends: list[int]) -> str:
     """The error of the rank that failed by itself rather than by another's end, and where it was raised."""
-    # Signal 9 ends those that wait for one that failed.
-    found = [f"rank {rank} ended by signal {-end}" for rank, end in enumerate(ends) if end < 0 and end != -9]
+    found = []
     for rank in range(len(ends)):
         lines = (out / f"rank{rank}.log").read_text(errors="replace").splitlines()
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
@@ -70,6 +69,8 @@ def words_of(out: Path, ends: list[int]) -> str:
             error += f": {last[places[-1] + 1].strip()}"
         if error:
             found.append(f"{error[:300]} ({name})")
+    # Signal 9 ends those that wait for one that failed; of others, an error of another rank says more.
+    found += [f"rank {rank} ended by signal {-end}" for rank, end in enumerate(ends) if end < 0 and end != -9]
     return min(found, key=lambda words: "gloo" in words, default=f"exit statuses {ends}")
 
 
