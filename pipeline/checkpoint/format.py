@@ -30,19 +30,11 @@ class FormatOption(NamedTuple):
     """Possible values, if they can be listed."""
 
 
-TARGET_META = FormatOption("model_meta.json of a job of the target topology, which supplies parameter names.")
-"""Shared by all formats that store parameter names."""
 SHARDING_STRATEGY = FormatOption(
     "sharding strategy of the target job. Default: the source's if the target's topology "
     "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",
     STRATEGIES,
 )
-LAYOUT = FormatOption(
-    "JSON with settings of the target job that its topology does not determine: "
-    "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
-    "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention."
-)
-"""Shared by all formats with files of ranks."""
 PADDLE_VERSION = FormatOption(
     "Paddle version that is to read the target: 3.0, 3.2, 3.3 (default), or 3.4 for pickles of protocol 5."
 )
@@ -105,8 +97,8 @@ class Format:
     request: Callable[[Mapping[str, Any]], Request]
     """Parses the options of a target, some of :attr:`options`; a ``UsageError`` if a value is invalid.
 
-    Files have already been read: ``layout`` is :class:`Entries`, and ``target_meta`` maps cell → structured key →
-    parameter name.
+    Files have already been read: ``layout`` is :class:`Entries`, and ``names``, from a ``model_meta.json`` in it, maps
+    cell → structured key → parameter name.
     """
     index_as: Callable[[SourceFiles, Model], Catalog] | None = None
     """Reads the parameters of a known model; ``None`` for formats that hold more than parameters."""

@@ -339,7 +339,7 @@ def _misnamed(job: Job) -> str:
     if exchanged := misnamed(job.names):
         return f"{in_words(exchanged)}; every other command refuses it"
     if job.names_predicted is not None:
-        return f"{job.names_predicted}; a target with such names needs --target-meta"
+        return f"{job.names_predicted}; a target with such names needs --layout model_meta.json"
     return ""
 
 

@@ -28,6 +28,8 @@ MOST_ELEMENTS = 1 << 38
 """Of a rank's piece of a parameter, which has 2**32 at most: the sums of all in a file have 64 bits."""
 PARAMETER_COLUMNS = ["shape", "dtype", "is_distributed", "no_sync"]
 """What ``param_meta`` lists of a parameter; PaddleNLP writes the first three, and no ``param_meta_keys``."""
+ENTRIES = frozenset({"parallel_config", "sharding_metas"})
+"""Entries of the file."""
 DEGREES = frozenset({"mp_degree", "pp_degree", "sharding_degree"})
 """Entries that every trainer writes to ``parallel_config``."""
 EXPERT_DEGREES = frozenset({"ep_degree", "moe_sharding_degree"})

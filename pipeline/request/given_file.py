@@ -30,10 +30,14 @@ class GivenFile:
         UsageError
             If it cannot be read or is not UTF-8.
         """
+        return cls.of(str(path), read_text(path))
+
+    @classmethod
+    def of(cls, path: str, text: str) -> GivenFile:
+        """A file of this text."""
         import hashlib  # commands that are given no file do not load it
 
-        text = read_text(path)
-        return cls(str(path), hashlib.sha256(text.encode()).hexdigest(), text)
+        return cls(path, hashlib.sha256(text.encode()).hexdigest(), text)
 
     @property
     def name(self) -> str:

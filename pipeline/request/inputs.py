@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paddle_reshard.pipeline.checkpoint.format import Entries
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.formats.model_meta import parse_names
+from paddle_reshard.pipeline.formats.model_meta import ENTRIES, parse_names
 from paddle_reshard.pipeline.model.lora_config import Adapter, parse_adapter
 from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -61,11 +62,16 @@ def load_program(aoa: File | None) -> AoaProgram | None:
     return parse_aoa(read_text(aoa), str(aoa))
 
 
-def load_target_names(target_meta: File | None) -> dict[str, dict[str, str]] | None:
-    """Cell → structured key → parameter name, from a ``model_meta.json`` for the target topology."""
-    if target_meta is None:
-        return None
+def load_layout(
+    layout: Entries | GivenFile | None,
+) -> tuple[Entries | None, dict[str, dict[str, str]] | None]:
+    """The settings of a layout, and cell → structured key → parameter name of a ``model_meta.json`` in it."""
+    if not isinstance(layout, GivenFile):
+        return layout, None
+    values = read_object(layout)
     try:
-        return parse_names(read_object(target_meta))
+        names = parse_names(values)
     except CheckpointError as error:
-        raise UsageError(f"{target_meta}: {error}") from error
+        raise UsageError(f"{layout}: {error}") from error
+    settings = {name: values[name] for name in values if name not in ENTRIES}
+    return Entries(settings, str(layout)) if settings else None, names

@@ -127,7 +127,6 @@ class TargetOptions(TypedDict, total=False):
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]
-    target_meta: Annotated[PathLike | None, _of_formats("target_meta", kind=Kind.FILE)]
 
 
 class ConversionOptions(TargetOptions, total=False):

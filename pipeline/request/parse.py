@@ -5,6 +5,7 @@ The command line imports this module, so anything that needs NumPy is imported w
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,6 +61,9 @@ SHARED_OPTIONS = tuple(name for name in CONVERSION_OPTIONS if name not in TARGET
 
 # ---------------------------------------------------------------------------------------------------- values
 
+_OF_MODEL_META = "sharding_metas"
+"""Entry of a ``model_meta.json`` with parameter names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -107,11 +111,15 @@ def value_of(name: str, given: Any) -> Any:
     return given
 
 
-def read_layout(layout: PathLike | Mapping[str, Any]) -> Entries:
-    """The entries of a layout, from a JSON file or a mapping, not yet validated."""
+def read_layout(layout: PathLike | Mapping[str, Any] | GivenFile) -> Entries | GivenFile:
+    """The entries of a layout, not yet validated; if a ``model_meta.json``, which is large, is in it, the file."""
     if isinstance(layout, Mapping):
+        if _OF_MODEL_META in layout:
+            return GivenFile.of("layout", json.dumps(layout))
         return Entries(layout, "layout")
-    return Entries(read_object(layout), str(layout))
+    file = layout if isinstance(layout, GivenFile) else GivenFile.read(layout)
+    values = read_object(file)
+    return file if _OF_MODEL_META in values else Entries(values, file.path)
 
 
 def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
@@ -377,10 +385,10 @@ def _check_together(given: Values, targets: Sequence[Request]) -> None:
 
 def read_target(values: Values) -> Request:
     """The request for one target."""
-    from paddle_reshard.pipeline.request.inputs import load_target_names
+    from paddle_reshard.pipeline.request.inputs import load_layout
 
-    names = load_target_names(values.get("target_meta"))
-    return FORMATS[values.get("format") or DEFAULT].request({**values, "target_meta": names})
+    settings, names = load_layout(values.get("layout"))
+    return FORMATS[values.get("format") or DEFAULT].request({**values, "layout": settings, "names": names})
 
 
 # ------------------------------------------------------------------------------------------------- targets

@@ -81,7 +81,7 @@ TYPES: Mapping[Kind, Any] = {
     Kind.FLAG: bool,
     Kind.LIST: tuple[str, ...],
     Kind.FILE: _File,
-    Kind.ENTRIES: Mapping[str, Any],
+    Kind.ENTRIES: _File | Mapping[str, Any],
 }
 """Type of an option's value in a record; an option that is ``consent`` is a ``bool`` in a session."""
 

@@ -266,9 +266,7 @@ def test_names_of_a_job_of_the_target_topology(tmp_path: Path) -> None:
         cell["structure_name_mapping"] = {key: f"other_{name}" for key, name in names.items()}
     (tmp_path / "names.json").write_text(json.dumps(meta))
     source = _case("moe_single") / "checkpoint-3"
-    paddle_reshard.convert(
-        source, tmp_path / "there", to="ep=2,sharding=2", target_meta=tmp_path / "names.json"
-    )
+    paddle_reshard.convert(source, tmp_path / "there", to="ep=2,sharding=2", layout=tmp_path / "names.json")
     written = json.loads((tmp_path / "there" / "model_meta.json").read_text())
     for name, cell in meta["sharding_metas"].items():
         found = written["sharding_metas"][name]["structure_name_mapping"]

@@ -196,18 +196,18 @@ def test_names_that_no_file_contains_are_predicted(tmp_path: Path) -> None:
 def test_classes_of_auto_parallel_models_are_not_guessed(tmp_path: Path) -> None:
     """PaddleNLP's head is ``LlamaLMHeadNet`` or ``LlamaLMHeadAuto`` there: its names are to be given."""
     case = case_directory("nlp_fused_mp2") / "checkpoint-3"
-    with pytest.raises(PlanError, match=r"lm_head.weight: .*'llama_lm_head'.*--target-meta"):
+    with pytest.raises(PlanError, match=r"lm_head.weight: .*'llama_lm_head'.*--layout model_meta.json"):
         convert(case, tmp_path / "auto", format="auto-parallel")
     names = oracle.load_with_paddle(case / "model_state.tp00.pdparams")[oracle.NAME_TABLE]
     given = {key: name.replace("llama_lm_head", "llama_lm_head_net") for key, name in names.items()}
     (tmp_path / "names.json").write_text(
         json.dumps({"sharding_metas": {"tp00_pp00": {"structure_name_mapping": given}}})
     )
-    convert(case, tmp_path / "auto", format="auto-parallel", target_meta=tmp_path / "names.json")
+    convert(case, tmp_path / "auto", format="auto-parallel", layout=tmp_path / "names.json")
     assert names_in(tmp_path / "auto")["model.lm_head.weight"] == "llama_lm_head_net_0.w_0.dist"
     for number, source in enumerate((case, tmp_path / "auto")):
         convert(source, tmp_path / str(number), to="pp=2")
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
     with pytest.raises(UsageError, match="4 cells"):
         meta = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3/model_meta.json"
-        convert(case, tmp_path / "other", format="auto-parallel", target_meta=meta)
+        convert(case, tmp_path / "other", format="auto-parallel", layout=meta)

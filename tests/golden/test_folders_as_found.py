@@ -666,7 +666,7 @@ def test_names_that_begin_elsewhere_begin_at_0_in_the_target(tmp_path: Path) -> 
     result = paddle_reshard.convert(tmp_path / "second", tmp_path / "b", **wanted)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert "such as embedding_40.w_0 tell; those of the target, embedding_0.w_0" in str(result.plan.facts())
-    with pytest.raises(ReshardError, match=r"embedding_40\.w_0 .* --target-meta model_meta\.json"):
+    with pytest.raises(ReshardError, match=r"embedding_40\.w_0 .* --layout model_meta\.json"):
         paddle_reshard.plan(tmp_path / "one class", **wanted)
 
 

@@ -16,7 +16,7 @@ from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.cli.options import read_object
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, TargetError, UsageError
-from paddle_reshard.pipeline.request.inputs import load_config, load_tables, load_target_names
+from paddle_reshard.pipeline.request.inputs import load_config, load_tables
 from paddle_reshard.pipeline.request.parse import read_layout
 from paddle_reshard.pipeline.watch.records import CheckpointRecord
 from paddle_reshard.storage.documents.strict_json import JsonError, parse_json, parse_json_with_constants
@@ -91,7 +91,6 @@ READERS: dict[str, tuple[Callable[[bytes, Path], object], type[Exception]]] = {
     "config": (_file(load_config), UsageError),
     "layout": (_file(read_layout), UsageError),
     "rules": (_file(load_tables), UsageError),
-    "target meta": (_file(load_target_names), UsageError),
     "aoa": (lambda data, _: parse_aoa(data.decode("latin-1"), "x"), UsageError),
     "storage options": (lambda data, _: read_object(data.decode("latin-1")), click.BadParameter),
     "storage options in a file": (_file(lambda path: read_object(f"@{path}")), click.BadParameter),

@@ -55,7 +55,7 @@ DECIDES = {
     Decides.OUTCOME: {
         "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format": "hybrid-plain", "state": "ema",
         "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
-        "layout": FILE, "target_meta": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
+        "layout": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
         "replicas": "first",
         "vocab_size": 128, "overwrite": True, "drop": "ema", "allow_links": True,
         "targets": "/c:hybrid:tp=1", "lora_config": FILE, "convention": "paddlefleet",

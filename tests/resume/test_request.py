@@ -74,6 +74,29 @@ def test_a_request_is_known_where_it_stopped(case: str, source: Path, tmp_path: 
     assert reused.startswith(f"{moved.resumed_groups} of {report.plan.plan.groups} groups, ")
 
 
+def test_the_names_of_a_job_are_known_where_it_stopped(source: Path, tmp_path: Path) -> None:
+    """A layout with a ``model_meta.json`` in it is kept as a file, with the settings that were added."""
+    to, target = "sharding=2", tmp_path / "t"
+    SIZED.convert(source, tmp_path / "job", to=to)
+    layout = tmp_path / "layout.json"
+    meta = (tmp_path / "job/model_meta.json").read_text().replace('"linear_', '"of_job_')
+    layout.write_text(meta[:-1] + ', "comm_buffer_size_MB": 1}')
+    wanted = undisturbed(source, tmp_path / "wanted", to=to, layout=layout)
+    assert b'"of_job_0.w_0"' in wanted["model_meta.json"]
+    begin(source, target, to=to, layout=layout)
+    with pytest.raises(
+        StaleSessionError, match=r"layout\.json \(SHA-256 \w+…\), which is not given; give it, or"
+    ):
+        SIZED.convert(source, target, resume=True, to=to)
+    with pytest.raises(
+        StaleSessionError, match=r"^--layout model_meta\.json \(SHA.* with --layout layout\.json"
+    ):
+        SIZED.convert(source, target, resume=True, layout=tmp_path / "job/model_meta.json")
+    layout.unlink()
+    assert SIZED.convert(source, target, resume=True).moved.resumed_groups > 0
+    assert in_folder(target) == wanted
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["from fp8", "like"])
 def test_what_is_dequantised_or_taken_from_a_donor_is_resumed(
@@ -242,7 +265,7 @@ def test_a_session_without_a_request_needs_all_options(source: Path, tmp_path: P
         {"targets": [{"to": "tp=1"}], "memory": 7},
         {"targets": [{"to": "tp=1"}], "memory": "1GiB", "storage_options": {"key": "x"}},
         {"targets": [{"to": "tp=1"}], "memory": "1GiB", "config": "/etc/passwd"},
-        {"targets": [{"to": "tp=1", "target_meta": {"name": "a", "sha256": 5}}], "memory": "1GiB"},
+        {"targets": [{"to": "tp=1"}], "aoa": {"name": "a", "sha256": 5}, "memory": "1GiB"},
         {"targets": [{"to": "tp=1"}], "memory": "1GiB", "drop": [["ema"]]},
     ],
 )

@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.core.errors import RuleError
 from tests.conftest import COMMITTED
 from tests.jobs.command import run as run_alone
 from tests.jobs.command import run_here as run
@@ -277,12 +279,52 @@ def test_target_names_can_come_from_a_job_of_the_target_topology(tmp_path: Path)
         for key in names:
             names[key] = f"renamed_{names[key]}"
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=2,pp=2", "--target-meta", tmp_path / "meta.json")
+    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=2,pp=2", "--layout", tmp_path / "meta.json")
     assert done.returncode == 0, done.stderr
     assert b"renamed_linear_0.w_0" in (tmp_path / "x" / "optimizer.tp00_pp00.pdopt").read_bytes()
-    wrong = run("convert", DEMO, tmp_path / "y", "--to", "tp=2,pp=4", "--target-meta", tmp_path / "meta.json")
+    wrong = run("convert", DEMO, tmp_path / "y", "--to", "tp=2,pp=4", "--layout", tmp_path / "meta.json")
     assert wrong.returncode == 1
     assert "disagree about the cell" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"sequence_parallell": True}, ("--to", "tp=2,pp=2"), "unknown entry 'sequence_parallell'"),
+        ({"sharding_metas": 1}, ("--to", "tp=2,pp=2"), "sharding_metas is missing or is not an object"),
+        ({"sharding_metas": {"tp00_pp00": {}}}, ("--to", "tp=1"), "structure_name_mapping is missing"),
+        ({"sharding_metas": None}, ("--to", "tp=1"), "sharding_metas is missing or is not an object"),
+        ({"comm_overlap": True}, ("--format", "auto-parallel"), "--layout (comm_overlap) without --to"),
+        ({}, ("--format", "flex", "--to", "tp=2,pp=2"), "omit sharding_metas"),
+        ({}, ("--format", "unified"), "--layout does not apply to --format unified"),
+    ],
+)
+def test_a_model_meta_is_a_layout_where_it_can_be_one(
+    changes: dict[str, Any], options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "meta.json").write_text(
+        json.dumps({**json.loads((DEMO / "model_meta.json").read_text()), **changes})
+    )
+    done = run("plan", DEMO, *options, "--layout", tmp_path / "meta.json")
+    assert (done.returncode, message in " ".join(done.stderr.split())) == (2, True), done.stderr
+
+
+def test_settings_may_be_added_to_a_model_meta(tmp_path: Path) -> None:
+    """The names are of a job whose segmentation is none that the model's class makes."""
+    settings: dict[str, Any] = {"segmentation": [0, 2], "sort_parameters": False}
+    wanted: dict[str, Any] = {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v1"}
+    paddle_reshard.convert(DEMO, tmp_path / "job", layout=settings, **wanted)
+    meta = json.loads((tmp_path / "job/model_meta.json").read_text())
+    with pytest.raises(RuleError, match="disagree about the cell"):
+        paddle_reshard.plan(DEMO, layout=meta, **wanted)
+    paddle_reshard.convert(DEMO, tmp_path / "made", layout={**meta, **settings}, **wanted)
+    job, made = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.pd*")} for name in ("job", "made")
+    )
+    assert made == job
+    (target,) = json.loads((tmp_path / "made/paddle_reshard.json").read_text())["request"]["targets"]
+    assert target["layout"]["name"] == "layout"
+    assert json.loads(target["layout"]["text"]) == {**meta, **settings}
 
 
 def test_a_layout_is_a_file_or_the_json_itself(tmp_path: Path) -> None:

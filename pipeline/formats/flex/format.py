@@ -7,16 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.format import (
-    LAYOUT,
     PADDLE_VERSION,
     SHARDING_STRATEGY,
-    TARGET_META,
     Format,
     FormatOption,
     NotLoaded,
     Request,
 )
 from paddle_reshard.pipeline.core.choices import MUON
+from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.formats.flex import AUTO_PARALLEL, FLEX
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _BY_RANK: Mapping[str, FormatOption] = {
         "them too. Default: whole tensors, in files of about the same size."
     ),
     "sharding_strategy": SHARDING_STRATEGY,
-    "layout": LAYOUT,
+    "layout": FormatOption("the settings alone."),
 }
 
 
@@ -74,6 +73,11 @@ def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
 
 def _request(name: str, asked: Mapping[str, Any]) -> Request:
     """With a topology, the files are those of its ranks."""
+    if name == FLEX and asked.get("names") is not None:
+        raise UsageError(
+            "--layout has the parameter names of a model_meta.json, and a FlexCheckpoint stores none; omit "
+            "sharding_metas"
+        )
     if asked.get("to"):
         from paddle_reshard.pipeline.formats.flex.rank_target import parse_by_rank
 
@@ -108,7 +112,7 @@ FORMATS = (
         recognises=partial(_recognises, False),
         index=_index,
         request=partial(_request, AUTO_PARALLEL),
-        options={**_OPTIONS, "target_meta": TARGET_META},
+        options={**_OPTIONS, "layout": FormatOption("the model_meta.json alone.")},
         cannot_hold=("ema",),
         by_table=True,
         process_of=_process_of,

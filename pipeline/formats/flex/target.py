@@ -237,10 +237,10 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
         if set(target.names) != {t.key for t in model.tensors}:
             differing = min(set(target.names) ^ {t.key for t in model.tensors})
             raise RuleError(
-                differing, "must be both in the model and in the parameter names given with --target-meta"
+                differing, "must be both in the model and in the parameter names given with --layout"
             )
         return target.names
-    hint = "give the names of the target job with --target-meta FILE"
+    hint = "give the names of the target job with --layout model_meta.json"
     if wanted.job.names_predicted is not None:
         raise RuleError("parameter names", f"{wanted.job.names_predicted}; {hint}")
     for tensor in model.tensors:
@@ -298,14 +298,15 @@ def parse_flex(format: str, asked: Mapping[str, Any]) -> FlexTarget:
     """A dist checkpoint of whole tensors; names of parameters are those of its one cell."""
     for option in ("layout", "sharding_strategy"):
         if asked.get(option):
+            entries = f" ({', '.join(asked[option].values)})" if option == "layout" else ""
             raise UsageError(
-                f"--{option.replace('_', '-')} without --to: whole tensors, in files of no rank, are the same for "
-                "every job"
+                f"--{option.replace('_', '-')}{entries} without --to: whole tensors, in files of no rank, are the same "
+                "for every job"
             )
-    names: Mapping[str, Mapping[str, str]] | None = asked.get("target_meta")
+    names: Mapping[str, Mapping[str, str]] | None = asked.get("names")
     if names is not None and len(names) != 1:
         raise UsageError(
-            f"--target-meta names {len(names)} cells; auto-parallel training has the names of one program"
+            f"--layout names the parameters of {len(names)} cells; auto-parallel training has the names of one program"
         )
     return FlexTarget(
         format,

@@ -7,10 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.format import (
-    LAYOUT,
     PADDLE_VERSION,
     SHARDING_STRATEGY,
-    TARGET_META,
     Format,
     FormatOption,
     NotLoaded,
@@ -107,8 +105,13 @@ def _hybrid(name: str, help: str, sharded_saving: bool) -> Format:
                 "are 1. Required."
             ),
             "sharding_strategy": SHARDING_STRATEGY,
-            "layout": LAYOUT,
-            "target_meta": TARGET_META,
+            "layout": FormatOption(
+                "JSON with settings of the target job that its topology does not determine: "
+                "comm_buffer_size_MB, comm_overlap, sort_parameters, stage3_segment_size, "
+                "sequence_parallel, segmentation, experts_over_tp, use_unified_moe, convention; or the "
+                "model_meta.json of such a job, which supplies parameter names, with or without settings "
+                "added to it."
+            ),
             "paddle_version": PADDLE_VERSION,
         },
         needs_topology=True,

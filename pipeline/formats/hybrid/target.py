@@ -152,7 +152,7 @@ def check_hybrid(checkpoint: Checkpoint, target: HybridTarget) -> None:
         raise RuleError(
             "parameter names",
             f"{checkpoint.job.names_predicted}; names of the target cannot be predicted; pass those of a job of the "
-            "target topology with --target-meta model_meta.json",
+            "target topology with --layout model_meta.json",
         )
 
 
@@ -169,7 +169,7 @@ def _check_counted(model: Model, topology: Topology) -> None:
                 rule.key,
                 f"the source does not hold or list it, and with ep={topology.ep} the trainer counts it when it names "
                 "parameters; convert from a checkpoint that has it, or pass the names of a job of the target topology "
-                "with --target-meta model_meta.json",
+                "with --layout model_meta.json",
             )
 
 

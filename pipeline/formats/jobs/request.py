@@ -78,7 +78,7 @@ class JobRequest:
             topology=Topology.of(asked.get("to") or ""),
             strategy=asked.get("sharding_strategy"),
             layout=LayoutOptions() if layout is None else LayoutOptions.parse(layout.values, layout.where),
-            names=asked.get("target_meta"),
+            names=asked.get("names"),
             paddle_version=asked.get("paddle_version") or DEFAULT_PADDLE,
             **own,
         )

@@ -421,13 +421,13 @@ class RuleTable:
             raise RuleError(
                 self.named,
                 f"what a job with {wanted.words} calls its parameters is not known: the model was described in "
-                f"a job with {self._jobs}; {_DESCRIBE}, or give its model_meta.json with --target-meta",
+                f"a job with {self._jobs}; {_DESCRIBE}, or give its model_meta.json with --layout",
             )
         if not all(job.names for job in alike):
             raise RuleError(
                 self.named,
                 f"what a job with {wanted.words} calls its parameters is not known: {self.comment} Give its "
-                "model_meta.json with --target-meta, or take a format without parameter names",
+                "model_meta.json with --layout, or take a format without parameter names",
             )
 
 
