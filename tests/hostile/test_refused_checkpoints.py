@@ -19,6 +19,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import DriftError, ReshardError
 from paddle_reshard.pipeline.core.events import StepStarted
 from tests.hostile.damage import holder
+from tests.hostile.messages import damaged, entry, recorded
 from tests.hostile.refusals import DAMAGES, DEMO, FIRST, FOUR, NORM, PLAIN, Damage, of_another_file, sound
 
 
@@ -28,14 +29,13 @@ def fingerprint(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
 def test_refused_before_a_byte_is_written(damage: Damage, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(sound(damage.case), source, copy_function=shutil.copyfile)
-    damage.change(source)
+    source = damaged(damage, tmp_path)
     before = fingerprint(source)
     with pytest.raises(damage.error) as caught:
         paddle_reshard.convert(source, tmp_path / "target", **damage.request)
     for fact in damage.facts:
         assert fact in str(caught.value)
+    assert entry(damage, caught.value, tmp_path) in recorded()
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
     assert fingerprint(source) == before
@@ -66,6 +66,10 @@ def payload_of(path: Path, entry: str) -> int:
         name_and_array = pickle.load(file)[entry]
     array = name_and_array[1] if isinstance(name_and_array, tuple) else name_and_array
     return path.read_bytes().index(array.tobytes())
+
+
+def test_no_message_is_recorded_twice_or_of_nothing() -> None:
+    assert [of.partition(" (")[0] for of in recorded()] == [damage.name for damage in DAMAGES]
 
 
 @pytest.fixture

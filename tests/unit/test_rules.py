@@ -297,7 +297,10 @@ def test_two_names_of_one_number_that_contradict_each_other(twin: str) -> None:
     ("config", "said"),
     [
         ({}, r"config.json: it has no model_type, which names the family \(known: .*llama.*\)"),
-        ({"model_type": "mamba"}, r"no rule table knows it \(known: .*llama.*\); write one and pass it"),
+        (
+            {"model_type": "mamba"},
+            r"no rule table knows it \(known: .*llama.*\); call paddle_reshard.describe",
+        ),
     ],
 )
 def test_an_unknown_model_type(config: dict[str, Any], said: str) -> None:

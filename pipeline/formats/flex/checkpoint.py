@@ -49,7 +49,13 @@ from paddle_reshard.pipeline.model.completeness import completed
 from paddle_reshard.pipeline.model.lora_config import Adapter
 from paddle_reshard.pipeline.model.model import Model, predict_parameter_names, read_model
 from paddle_reshard.pipeline.model.optimizers import check_states
-from paddle_reshard.pipeline.model.rules.choose import candidate_tables, choose_table, is_known, what_is_known
+from paddle_reshard.pipeline.model.rules.choose import (
+    DESCRIBE,
+    candidate_tables,
+    choose_table,
+    is_known,
+    what_is_known,
+)
 from paddle_reshard.pipeline.model.rules.literal import StoredKey, stored_table
 from paddle_reshard.pipeline.model.rules.rule import Rule, evaluate_sizes, expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
@@ -282,7 +288,7 @@ def _choose_table(
                     raise PlanError(f"{CONFIG} is missing, and {cut}; {_BY_CONFIG}")
                 raise RuleError(
                     f"model type {config.get('model_type')!r}",
-                    f"{what_is_known(tables, config)}, and {cut}; write one and pass it with --rules FILE",
+                    f"{what_is_known(tables, config)}, and {cut}; {DESCRIBE}",
                 )
     keys_alone = [StoredKey(key) for key in keys]
     known = what_is_known(tables, config)

@@ -77,6 +77,7 @@ from paddle_reshard.pipeline.model.model import (
 )
 from paddle_reshard.pipeline.model.placement import ArrayKind, TensorCut
 from paddle_reshard.pipeline.model.rules.choose import (
+    DESCRIBE,
     choose_table,
     is_known,
     keys_in_model,
@@ -190,7 +191,7 @@ def _choose_table(ranks: Ranks, tables: RuleTables, config: Config) -> RuleTable
                 raise RuleError(
                     key,
                     f"stage {keys[key].stage} and stage {stage} hold it, and no rule table tells what that means for "
-                    f"model type {config.get('model_type')!r}; write one and pass it with --rules FILE",
+                    f"model type {config.get('model_type')!r}; {DESCRIBE}",
                 )
             keys[key] = StoredKey(
                 key,

@@ -159,9 +159,7 @@ def candidate_tables(tables: RuleTables, config: Config) -> list[RuleTable]:
         raise RuleError(
             CONFIG, f"it has no model_type, which names the family{known.removeprefix(NOT_KNOWN)}"
         )
-    raise RuleError(
-        f"model type {config.get('model_type')!r}", f"{known}; write one and pass it with --rules FILE"
-    )
+    raise RuleError(f"model type {config.get('model_type')!r}", f"{known}; {DESCRIBE}")
 
 
 def candidates_for(tables: RuleTables, config: Config) -> list[RuleTable]:
@@ -268,6 +266,10 @@ def table_of_other_formats(tables: RuleTables, keys: Iterable[str], config: Conf
 
 
 NOT_KNOWN: Final = "no rule table knows it"
+DESCRIBE: Final = (
+    "call paddle_reshard.describe(model, to=FILE) once in a job of this model, and pass FILE with --rules"
+)
+"""How a table comes to be where there is none."""
 
 
 def what_is_known(tables: RuleTables, config: Config) -> str:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from paddle_reshard.pipeline.core.errors import PlanError, RuleError
 from paddle_reshard.pipeline.core.file_names import CONFIG
-from paddle_reshard.pipeline.model.rules.choose import NOT_KNOWN
+from paddle_reshard.pipeline.model.rules.choose import DESCRIBE, NOT_KNOWN
 from paddle_reshard.pipeline.model.rules.entries import Config
 from paddle_reshard.pipeline.model.rules.items import Item
 from paddle_reshard.pipeline.model.rules.libraries import library_of
@@ -150,9 +150,7 @@ class StoredTable(RuleTable):
 
 
 def _not_described(known: str, missing: str) -> str:
-    return (
-        f"{known}, and the source's files do not tell {missing}. Write a table and pass it with --rules FILE"
-    )
+    return f"{known}, and the source's files do not tell {missing}; {DESCRIBE}"
 
 
 def literal_table(keys: Collection[str], origin: RuleTable) -> RuleTable:
