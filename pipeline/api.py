@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -114,12 +113,7 @@ def convert(
 
 
 @checked
-def clean(
-    target: PathLike,
-    *,
-    storage_options: StorageOptions | None = None,
-    allow_scheme: Sequence[str] = (),
-) -> tuple[str, ...]:
+def clean(target: PathLike, *, storage_options: StorageOptions | None = None) -> tuple[str, ...]:
     """Remove an unfinished conversion, which then cannot be resumed. Returns what was removed.
 
     Parameters
@@ -130,6 +124,6 @@ def clean(
     TargetError
         If the conversion is running, or ended on another machine less than two minutes ago.
     """
-    access = target_access({"storage_options": storage_options, "allow_scheme": allow_scheme})
+    access = target_access({"storage_options": storage_options})
     unfinished = open_target(os.fspath(target), access, Permission(resume=True))
     return tuple(unfinished.clean())

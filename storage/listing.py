@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -239,7 +239,7 @@ CheckpointRoot = LocalRoot | RemoteRoot
 """A folder that holds checkpoints, and small files next to them. Paths are relative to it."""
 
 
-def open_root(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> CheckpointRoot:
-    """The root at a path or URL; it need not exist yet. ``options`` and ``schemes`` as in ``Access``."""
-    check_scheme(location, schemes)
+def open_root(location: str, options: StorageOptions) -> CheckpointRoot:
+    """The root at a path or URL; it need not exist yet. ``options`` as in ``Access``."""
+    check_scheme(location, options)
     return LocalRoot(local_path(location)) if is_local(location) else RemoteRoot(location, options)

@@ -2,14 +2,15 @@
 
 This is the only module that turns a text into a store. The text always comes from the user, never from a file.
 Schemes of plain stores are always allowed; schemes that read a file to find out what to open, that unpack, that cache
-or that contact arbitrary web servers only if the user names them.
+or that contact arbitrary web servers only if the user's storage options name them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from paddle_reshard.pipeline.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from paddle_reshard.pipeline.core.units import PathLike, texts_of
+from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.storage.local.source import LocalSource
 from paddle_reshard.storage.schemes import PLAIN_SCHEMES, S3_SCHEMES
 from paddle_reshard.storage.store import Permission, Source, TargetStore
@@ -40,14 +41,13 @@ class Access(NamedTuple):
     """How the user lets a store be reached: ``open_source(location, *access)``."""
 
     options: StorageOptions
-    """Options for fsspec; a mapping under the name of a scheme applies only to that scheme. They contain secrets."""
-    schemes: tuple[str, ...] = ()
-    """Schemes allowed in addition to the plain ones."""
+    """Options for fsspec; a mapping under the name of a scheme applies only to that scheme, and allows its URLs. They
+    contain secrets."""
     links: bool = False
     """Whether links may lead out of a folder."""
 
     def __repr__(self) -> str:
-        return f"Access(…, {self.schemes!r}, {self.links})"
+        return f"Access(…, {self.links})"
 
 
 def source_access(options: Mapping[str, Any]) -> Access:
@@ -62,7 +62,7 @@ def target_access(options: Mapping[str, Any]) -> Access:
 
 def _access(options: Mapping[str, Any], side: str) -> Access:
     chosen = of_side(options.get("storage_options") or {}, side)
-    return Access(chosen, texts_of(options.get("allow_scheme") or ()), bool(options.get("allow_links")))
+    return Access(chosen, bool(options.get("allow_links")))
 
 
 def of_side(options: StorageOptions, side: str) -> StorageOptions:
@@ -79,15 +79,13 @@ def of_side(options: StorageOptions, side: str) -> StorageOptions:
     return own
 
 
-def open_source(
-    location: str, options: StorageOptions, schemes: Collection[str] = (), links: bool = False
-) -> Source:
+def open_source(location: str, options: StorageOptions, links: bool = False) -> Source:
     """Open a checkpoint: list its files and their sizes.
 
-    ``options``, ``schemes`` and ``links`` are those of :class:`Access`. A ``CheckpointError`` if it does not exist or
+    ``options`` and ``links`` are those of :class:`Access`. A ``CheckpointError`` if it does not exist or
     cannot be read with these options; URLs are refused as in :func:`check_scheme`.
     """
-    check_scheme(location, schemes)
+    check_scheme(location, options)
     if is_local(location):
         return LocalSource(local_path(location), links=links)
     from paddle_reshard.storage.remote.source import FsspecSource
@@ -95,9 +93,9 @@ def open_source(
     return FsspecSource(open_folder(location, options, CheckpointError))
 
 
-def open_file(location: str, options: StorageOptions, schemes: Collection[str] = ()) -> tuple[Source, str]:
+def open_file(location: str, options: StorageOptions) -> tuple[Source, str]:
     """Open a single file as :func:`open_source` does: a store that lists nothing else, and the file's name in it."""
-    check_scheme(location, schemes)
+    check_scheme(location, options)
     folder, _, name = location.rpartition("/")
     if is_local(location):
         path = local_path(location)
@@ -120,7 +118,7 @@ def open_target(location: str, access: Access, permission: Permission = Permissi
     as in :func:`check_scheme`.
     """
     _refuse_hub(location)
-    check_scheme(location, access.schemes)
+    check_scheme(location, access.options)
     if is_local(location):
         from paddle_reshard.storage.local.target import LocalTarget
 
@@ -147,10 +145,11 @@ def _refuse_hub(location: str) -> None:
         )
 
 
-def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
-    """Refuse a URL whose scheme is neither plain nor among ``schemes``, which the user has allowed.
+def check_scheme(location: str, options: StorageOptions) -> None:
+    """Refuse a URL whose scheme is neither plain nor named by the options: ``{"sftp": {…}}``.
 
-    fsspec reads ``a::b://…`` as a chain, a file system inside a file of another. All its schemes are checked.
+    fsspec reads ``a::b://…`` as a chain, a file system inside a file of another. All its schemes are checked, and it
+    begins with one that is not plain.
 
     Raises
     ------
@@ -176,14 +175,14 @@ def check_scheme(location: str, schemes: Collection[str] = ()) -> None:
         if not _SCHEME.fullmatch(name):
             hint = f"; write {name.lower()}://" if _SCHEME.fullmatch(name.lower()) else ""
             raise UnsupportedError(f"{name!r} is not the name of a scheme{hint}")
-    known = PLAIN_SCHEMES.union(schemes)
-    strange = [name for name in links if name not in known]
-    if len(links) > 1 and not strange and links[0] not in schemes:
-        strange = links[:1]
-    if strange:
-        what = f"{'::'.join(links)}, a chain of file systems," if len(links) > 1 else f"{strange[0]}://"
+    what = f"{'::'.join(links)}, a chain of file systems," if len(links) > 1 else f"{links[0]}://"
+    if len(links) > 1 and links[0] in PLAIN_SCHEMES:
+        raise UnsupportedError(f"{what} begins with {links[0]}, which reads from no other")
+    strange = [name for name in links if name not in PLAIN_SCHEMES]
+    if not all(isinstance(options.get(name), Mapping) for name in strange):
+        named = json.dumps({name: {} for name in strange})
         raise UnsupportedError(
-            f"{what} is opened only if you allow it: {' '.join(f'--allow-scheme {s}' for s in strange)}; "
+            f"{what} is opened only if you name it: --storage-options '{named}', with its options if it needs any; "
             f"plain stores are {', '.join(sorted(PLAIN_SCHEMES))}"
         )
 

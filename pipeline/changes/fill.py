@@ -85,7 +85,7 @@ def open_filling(location: str, access: Access) -> Filling:
     """Open a checkpoint or a safetensors file; on a store that is not local, a file ends in ``.safetensors``."""
     is_file = not local_path(location).is_dir() if is_local(location) else location.endswith(ENDING)
     if is_file:
-        return Filling(*open_file(location, access.options, access.schemes))
+        return Filling(*open_file(location, access.options))
     return Filling(open_checkpoint(location, access), None)
 
 

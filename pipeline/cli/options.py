@@ -277,14 +277,13 @@ inspect_options = all_of(
     declared("convention", of=InspectOptions),
     declared("allow_links"),
     declared("storage_options"),
-    declared("allow_scheme"),
     json_option,
 )
 """How commands that describe checkpoints access and interpret them, and answer."""
 compare_options = all_of(
     *map(declared, ("rules", "config")),
     *(declared(name, of=DiffOptions) for name in ("convention", "allow_missing")),
-    *map(declared, ("allow_links", "storage_options", "allow_scheme")),
+    *map(declared, ("allow_links", "storage_options")),
 )
 """How commands that compare two checkpoints access and interpret them."""
 

@@ -131,7 +131,7 @@ def ls(
         If there is no such folder.
     """
     access = source_access(options)
-    roots = [open_root(os.fspath(at), access.options, access.schemes) for at in (run, *targets)]
+    roots = [open_root(os.fspath(at), access.options) for at in (run, *targets)]
     here, *elsewhere = roots
     for root in roots:
         if not root.is_there():

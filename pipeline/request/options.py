@@ -292,17 +292,10 @@ class ConversionOptions(TargetOptions, total=False):
             decides=Decides.ACCESS,
             variable=True,
             help="Options with which fsspec opens the stores: key, secret, endpoint_url, profile, … Under source or "
-            "target: for that store alone, in place of the others. They are never printed or stored; @FILE keeps "
-            "them out of the list of processes.",
-        ),
-    ]
-    allow_scheme: Annotated[
-        Sequence[str],
-        Option(
-            kind=Kind.LIST,
-            decides=Decides.EXECUTION,
-            metavar="NAME",
-            help=f"Also open URLs of this scheme. Always allowed: {', '.join(sorted(PLAIN_SCHEMES))}.",
+            "target: for that store alone, in place of the others. Under the name of a scheme, as in "
+            '{"sftp": {…}}: for its URLs, which are opened only then; always opened are '
+            f"{', '.join(sorted(PLAIN_SCHEMES))}. Options are never printed or stored; @FILE keeps them out of the "
+            "list of processes.",
         ),
     ]
     overwrite: Annotated[bool, Option(kind=Kind.FLAG, help="Replace the finished conversion at the target.")]

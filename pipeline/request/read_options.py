@@ -33,7 +33,6 @@ class ReadOptions(TypedDict, total=False):
     rules: PathLike | None
     allow_links: bool
     storage_options: StorageOptions | None
-    allow_scheme: Sequence[str]
 
 
 class InspectOptions(ReadOptions, total=False):
@@ -61,7 +60,6 @@ class CheckOptions(TypedDict, total=False):
 
     allow_links: bool
     storage_options: StorageOptions | None
-    allow_scheme: Sequence[str]
 
 
 class LoadOptions(ReadOptions, total=False):

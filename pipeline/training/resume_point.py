@@ -119,7 +119,7 @@ class Start:
     def root(self) -> CheckpointRoot:
         """The folder with the checkpoints."""
         access = source_access(self.options)
-        return open_root(self.run, access.options, access.schemes)
+        return open_root(self.run, access.options)
 
     def find(self) -> CompleteCheckpoint | None:
         """The newest complete checkpoint; ``None`` if the trainer has not finished any yet.

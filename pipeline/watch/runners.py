@@ -84,8 +84,7 @@ def _resumed_or_afresh(convert: Callable[[], Result], target: str, conversion: C
         return convert()
     except StaleSessionError as error:
         log.info("%s", error)
-        options, schemes, _ = target_access(conversion.request.options)
-        api.clean(target, storage_options=options, allow_scheme=schemes)
+        api.clean(target, storage_options=target_access(conversion.request.options).options)
         return convert()
 
 

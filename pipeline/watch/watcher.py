@@ -86,8 +86,8 @@ class Watcher:
         clock: Callable[[], float] = time.time,
     ) -> None:
         folders = locations_of((run,), out, conversion.request)
-        self.run = open_root(run, folders.reading.options, folders.reading.schemes)
-        self.out = open_root(out, folders.writing.options, folders.writing.schemes)
+        self.run = open_root(run, folders.reading.options)
+        self.out = open_root(out, folders.writing.options)
         check_locations(self.run.location, self.out.location)
         self.conversion, self.policy, self.clock = conversion, policy, clock
         self.convert = convert or convert_inline(conversion)

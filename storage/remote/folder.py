@@ -188,6 +188,10 @@ class FsspecFolder:
             name = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
             if entry["type"] == "directory":
                 folders.append(name)
+            elif entry["size"] is None:
+                raise self.failure(
+                    f"{self.location}/{name}: the store lists no size of it; copy the folder first"
+                )
             else:
                 files[name] = ObjectStamp(int(entry["size"]), _version(entry))
         return Listing(dict(sorted(files.items())), tuple(sorted(folders)))
@@ -376,7 +380,7 @@ def choose_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     chosen: dict[str, Any] = {}
     for name, value in options.items():
-        of_scheme = name in known_implementations and isinstance(value, Mapping)
+        of_scheme = (name == scheme or name in known_implementations) and isinstance(value, Mapping)
         if of_scheme and name == scheme:
             chosen.update(value)
         elif not of_scheme:

@@ -92,7 +92,7 @@ def float32(bits: np.ndarray) -> np.ndarray:
 def test_any_range_of_a_file_is_the_same(layout: str, tmp_path: Path) -> None:
     """Also one that begins or ends inside of an element, in several buffers at once, and in another process."""
     base, adapter = write_base("lora_single", tmp_path / "base", layout), case("lora_single") / "checkpoint-3"
-    stores = [open_source(str(folder), None, (), False) for folder in (base, adapter)]
+    stores = [open_source(str(folder), {}) for folder in (base, adapter)]
     checkpoints = [index_checkpoint(store, shipped_tables()) for store in stores]
     source, _ = merge_into(stores[0], checkpoints[0], stores[1], checkpoints[1])
     path = FILES[layout]

@@ -112,8 +112,7 @@ def test_it_holds_no_secrets(tmp_path: Path) -> None:
             "format": "huggingface",
             "fill": "https://user:pa55word@host/missing.safetensors?X-Amz-Signature=5ecret",
             "like": "s3://key:5ecret@bucket/model",
-            "storage_options": {"key": "k3y", "secret": "5ecret", "source": {"secret": "5ecret"}},
-            "allow_scheme": ["https"],
+            "storage_options": {"key": "k3y", "secret": "5ecret", "source": {"https": {"secret": "5ecret"}}},
             "allow_links": True,
         }
     )

@@ -176,7 +176,7 @@ def test_a_manifest_beside_targets_is_not_waited_for(kind: str, tmp_path: Path) 
     manifest.parent.mkdir(parents=True)
     make(manifest)
     with pytest.raises(ListingError, match=said) as refusal:
-        open_root(str(tmp_path / "targets"), {}, ()).read(f"checkpoint-3/{MANIFEST}")
+        open_root(str(tmp_path / "targets"), {}).read(f"checkpoint-3/{MANIFEST}")
     assert str(manifest) in str(refusal.value)
     run = Path(shutil.copytree(SMALL, tmp_path / "run" / "checkpoint-3")).parent
     (listed,) = paddle_reshard.ls(run, targets=[tmp_path / "targets"]).checkpoints
@@ -207,7 +207,7 @@ def test_an_unfinished_session_is_opened_as_what_others_may_have_written(name: s
 
 
 def test_a_log_is_not_appended_to_a_link_or_a_pipe(tmp_path: Path) -> None:
-    root, log = open_root(str(tmp_path), {}, ()), tmp_path / "audit.jsonl"
+    root, log = open_root(str(tmp_path), {}), tmp_path / "audit.jsonl"
     (tmp_path / "profile").write_text("export A=1\n")
     log.symlink_to("profile")
     with pytest.raises(ListingError):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -13,7 +16,7 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.core.errors import ReshardError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, UnsupportedError, UsageError
 from paddle_reshard.storage.listing import open_root
 from paddle_reshard.storage.locate import Access, open_file, open_source, open_target
 from tests.conftest import COMMITTED
@@ -55,9 +58,11 @@ def opened(location: str, **more: Any) -> None:
 def test_only_plain_stores_are_opened_unasked(location: str) -> None:
     before = set(sys.modules)
     for function in (open_source, open_file, open_root):
-        with pytest.raises(UnsupportedError, match="--allow-scheme"):
+        with pytest.raises(
+            UnsupportedError, match=r"--storage-options|begins with (s3|memory), which reads from no other"
+        ):
             function(location, {})
-    with pytest.raises(UnsupportedError, match="--allow-scheme"):
+    with pytest.raises(UnsupportedError, match=r"--storage-options|begins with"):
         open_target(location, Access({}))
     drivers = {name for name in set(sys.modules) - before if name.startswith("fsspec.implementations.")}
     assert not drivers  # not even their drivers are imported
@@ -121,7 +126,9 @@ def test_every_command_refuses_what_is_not_named(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(cli, arguments)
         assert done.exit_code == (2 if arguments[0] == "verify" else 1), (arguments, done.output)
-        assert "http:// is opened only if you allow it: --allow-scheme http" in done.output, arguments
+        assert "http:// is opened only if you name it: --storage-options '{\"http\": {}}'" in done.output, (
+            arguments
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -132,12 +139,46 @@ def test_a_scheme_that_is_named_is_opened(tmp_path: Path) -> None:
     location = f"zip://inner::file://{tmp_path}/c.zip"
     with pytest.raises(UnsupportedError, match="zip::file, a chain of file systems"):
         paddle_reshard.inspect(location)
-    assert paddle_reshard.inspect(location, allow_scheme=("zip",)).topology is not None
+    assert paddle_reshard.inspect(location, storage_options={"zip": {}}).topology is not None
     done = CliRunner().invoke(
-        cli, ["convert", location, str(tmp_path / "t"), "--to", "tp=1", "--allow-scheme", "zip"]
+        cli, ["convert", location, str(tmp_path / "t"), "--to", "tp=1", "--storage-options", '{"zip": {}}']
     )
     assert done.exit_code == 0, done.output
     assert paddle_reshard.verify(SOURCE, tmp_path / "t").equal
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"http": True},
+        {"http": "yes", "zip": {}},
+        {"https": {}},
+        {"target": {"http": {}}},
+        {"http": {}, "source": {}},
+        {"client_kwargs": {"http": {}}},
+    ],
+)
+def test_only_a_mapping_under_its_own_name_opens_a_scheme(options: dict[str, Any]) -> None:
+    """Each side's options are for that side alone, and what lies deeper is the driver's."""
+    with pytest.raises(UnsupportedError, match="http:// is opened only if you name it"):
+        paddle_reshard.inspect("http://127.0.0.1:1/c", storage_options=options)
+
+
+def test_a_web_server_which_lists_no_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/config.json").write_text("{}")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
+    with server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(CheckpointError, match=r"config\.json: the store lists no size of it"):
+            open_source(f"http://127.0.0.1:{server.server_port}/c", {"http": {}})
+        server.shutdown()
+
+
+def test_a_chain_begins_with_what_reads_from_another() -> None:
+    """Options of a plain store, which every user of it gives, are no consent to chains."""
+    with pytest.raises(UnsupportedError, match="s3::memory, a chain of file systems, begins with s3"):
+        open_source("s3://bucket/a::memory://b", {"s3": {"key": "k"}, "memory": {}})
 
 
 @pytest.mark.parametrize(
@@ -147,10 +188,10 @@ def test_a_scheme_that_is_named_is_opened(tmp_path: Path) -> None:
 def test_drivers_that_could_run_code_of_a_file_need_the_fsspec_that_does_not(
     location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schemes = tuple(link.partition("://")[0] for link in location.split("::"))
+    named: dict[str, Any] = {link.partition("://")[0]: {} for link in location.split("::")}
     monkeypatch.setattr(fsspec, "__version__", "2025.3.0")
     with pytest.raises(UnsupportedError, match=r"needs fsspec 2026\.6 or later, and 2025\.3\.0 is"):
-        open_source(location, {}, schemes)
+        open_source(location, named)
     monkeypatch.setattr(fsspec, "__version__", "2026.6.0")
     with pytest.raises(ReshardError, match=r"^(?!.*needs fsspec)"):  # there is nothing at these places
-        open_source(location, {}, schemes)
+        open_source(location, named)

@@ -66,7 +66,7 @@ DECIDES = {
         "memory": "4GiB", "cluster": "ray", "workers": 2,
         "device": "gpu",
         "no_space_check": True,
-        "resume": True, "as_json": True, "quiet": True, "allow_scheme": "sftp",
+        "resume": True, "as_json": True, "quiet": True,
         "report_path": "page.html",
     },
     Decides.ACCESS: {

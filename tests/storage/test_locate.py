@@ -39,12 +39,12 @@ def test_a_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = {"class": "no_such_driver.FileSystem", "err": "a hint of fsspec"}
     monkeypatch.setitem(known_implementations, "far", driver)
     with pytest.raises(UnsupportedError, match="far://: the package no_such_driver is missing; install it"):
-        open_source("far://bucket/c", {}, ("far",))
+        open_source("far://bucket/c", {"far": {}})
     monkeypatch.setitem(known_implementations, "far", {**driver, "class": "fsspec.no_such_driver.FileSystem"})
     with pytest.raises(UnsupportedError, match="far://: a hint of fsspec"):
-        open_target("far://bucket/c", Access({}, ("far",)))
+        open_target("far://bucket/c", Access({"far": {}}))
     with pytest.raises(UnsupportedError, match="nonsense:// is not a scheme"):
-        open_target("nonsense://bucket/c", Access({}, ("nonsense",)))
+        open_target("nonsense://bucket/c", Access({"nonsense": {}}))
 
 
 def test_unknown_options_are_a_wrong_request(store: Store) -> None:

@@ -134,7 +134,7 @@ def test_a_watched_run_in_one_store_and_its_conversions_in_another(
 
 def test_no_option_of_one_store_goes_to_the_other() -> None:
     both, own = {"key": "k", "secret": "s"}, {"endpoint_url": "https://elsewhere"}
-    given = {"storage_options": {**both, "target": own}, "allow_scheme": ("sftp",)}
+    given = {"storage_options": {**both, "target": own}}
     assert (source_access(given).options, target_access(given).options) == (both, own)
     assert target_access({"storage_options": {**both, "target": {}}}).options == {}
     with pytest.raises(UsageError, match=r"^storage options: target: an object"):

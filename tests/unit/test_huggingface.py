@@ -247,9 +247,9 @@ def test_a_conversion_without_a_topology_can_be_sent_as_a_job() -> None:
     assert one.spell("/a", "/b")[2:] == ("--format", "huggingface", "--dtype", "float16", "--cluster", "ray")
 
 
-@pytest.mark.parametrize("allowed", [(), ("hf",)])
-def test_a_target_on_the_hub_is_refused_with_what_to_do(allowed: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("named", [{}, {"hf": {}}])
+def test_a_target_on_the_hub_is_refused_with_what_to_do(named: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=r"not supported.*hf upload org/model FOLDER"):
         paddle_reshard.plan(
-            case_directory("dense/single"), "hf://org/model/", format="huggingface", allow_scheme=allowed
+            case_directory("dense/single"), "hf://org/model/", format="huggingface", storage_options=named
         )

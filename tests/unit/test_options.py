@@ -145,8 +145,8 @@ def test_types_list_the_choices() -> None:
 @pytest.mark.parametrize("name", TAKE_OPTIONS)
 def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
     places: list[Any] = ["a"] if name in ("check", "fingerprint", "inspect", "launch", "ls") else [{}, "b"]
-    with pytest.raises(TypeError, match=r"unknown option 'allow_skeme'; did you mean .*allow_scheme"):
-        TAKE_OPTIONS[name](*places, allow_skeme=("x",))
+    with pytest.raises(TypeError, match=r"unknown option 'allow_lings'; did you mean .*allow_links"):
+        TAKE_OPTIONS[name](*places, allow_lings=True)
     with pytest.raises(TypeError, match="unknown option 'options'"):
         TAKE_OPTIONS[name](*places, options={})
 
@@ -171,7 +171,6 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
         (lambda: paddle_reshard.plan("a", {"b": "tp=1"}), "^target: the options of a location are a mapping"),
         (lambda: paddle_reshard.verify("a", "b", states=[1]), "^states: a list of texts is expected"),
         (lambda: paddle_reshard.verify("a", workers="2"), "^workers: a whole number is expected, not str$"),
-        (lambda: paddle_reshard.check("a", allow_scheme=1), "^allow_scheme: a list of texts is expected, not int$"),
         (lambda: paddle_reshard.inspect("a", storage_options="s3cret"), "a mapping is expected, not str$"),
     ],
 )  # fmt: skip
@@ -190,7 +189,7 @@ def test_the_options_of_one_of_several_targets_are_refused_by_name_too() -> None
 def test_what_stands_for_the_same_value_is_taken(tmp_path: Path) -> None:
     """A single text for a list of it, any collection for a list, NumPy's numbers, bytes as a number."""
     plans = [
-        paddle_reshard.plan(SOURCE, to="tp=1", drop=drop, memory=memory, vocab_size=rows, allow_scheme="zip")
+        paddle_reshard.plan(SOURCE, to="tp=1", drop=drop, memory=memory, vocab_size=rows)
         for drop, memory, rows in (
             (["ema"], "1GiB", 256),
             ("ema", 1 << 30, np.int64(256)),
@@ -203,7 +202,7 @@ def test_what_stands_for_the_same_value_is_taken(tmp_path: Path) -> None:
     ]
     assert len({plan.plan.plan_id for plan in by_ranks}) == 1
     with pytest.raises(TargetError):  # which has been opened
-        paddle_reshard.clean("zip://x", allow_scheme="zip")
+        paddle_reshard.clean("zip://x", storage_options={"zip": {}})
 
 
 def test_kinds_agree_with_the_types_that_checkers_see() -> None:

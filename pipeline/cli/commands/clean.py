@@ -17,7 +17,6 @@ from paddle_reshard.pipeline.core.errors import TargetError
 @click.command()
 @click.argument("target", type=LOCATION, metavar="DST")
 @declared("storage_options")
-@declared("allow_scheme")
 @json_option
 @quiet_option
 @click.pass_context
@@ -41,5 +40,5 @@ def _check_is_there(target: str, options: Mapping[str, Any]) -> None:
     from paddle_reshard.storage.locate import target_access
 
     access = target_access(options)
-    if not open_root(target, access.options, access.schemes).is_there():
+    if not open_root(target, access.options).is_there():
         raise TargetError(f"{target}: there is neither an unfinished conversion nor anything else")

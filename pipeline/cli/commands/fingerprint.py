@@ -24,7 +24,6 @@ from paddle_reshard.pipeline.request.read_options import FingerprintOptions
 @declared("allow_missing", of=FingerprintOptions)
 @declared("allow_links")
 @declared("storage_options")
-@declared("allow_scheme")
 @answer_options
 @click.pass_context
 def fingerprint(context: click.Context, /, source: str, output: str | None, **_: Any) -> None:

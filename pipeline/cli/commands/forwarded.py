@@ -107,7 +107,7 @@ class ConvertArguments:
     @classmethod
     def read(cls, command: click.Command, arguments: Sequence[str]) -> ConvertArguments:
         """Let ``convert`` read its arguments; click reports mistakes."""
-        from paddle_reshard.storage.locate import check_scheme
+        from paddle_reshard.storage.locate import check_scheme, source_access, target_access
 
         context = _context(command, arguments)
         values = context.params
@@ -122,8 +122,9 @@ class ConvertArguments:
         request = cls(context, plain.params, given(context))
         parse_request(cast(ConvertOptions, request.given))
         locations = (value for option, value in request.options() if decides(option) is Decides.LOCATION)
-        for location in (values["source"], values["target"], *locations):
-            check_scheme(location, values["allow_scheme"])
+        for location in (values["source"], *locations):
+            check_scheme(location, source_access(values).options)
+        check_scheme(values["target"], target_access(values).options)
         return request
 
     def options(self) -> Iterator[tuple[click.Option, Any]]:

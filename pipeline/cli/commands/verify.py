@@ -34,7 +34,7 @@ DIFFERENT = 1
 OPTIONS_FOR_ONE = (
     *("a", "source"),
     *("report_path", "as_json", "quiet", "events"),
-    *("storage_options", "allow_scheme", "allow_links"),
+    *("storage_options", "allow_links"),
 )
 """Options of ``verify`` that also apply to a single target."""
 
