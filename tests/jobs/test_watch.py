@@ -447,7 +447,7 @@ def test_records_that_cannot_be_written_are_told_in_a_sentence(training: Run, co
         (
             ["run", "out", "--format", "flex", "--layout", '{"sequence_parallel": true}'],
             2,
-            "--layout without --to",
+            "--layout (sequence_parallel) without --to",
         ),
         (["run", "out", "--format", "flex", "--paddle-version", "9"], 2, "--paddle-version 9: "),
     ],
