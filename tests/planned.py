@@ -35,7 +35,7 @@ TARGETS: dict[str, ConversionOptions] = {
     "card": {"to": "tp=1"},
     "tensor": {"to": "tp=2"},
     "stages": {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v2"},
-    "flex": {"format": "flex", "files": 2},
+    "flex": {"format": "flex", "max_shard_size": "20KB"},
     "unified": {"format": "unified", "drop": ("ema",)},
     "auto-parallel": {"format": "auto-parallel", "drop": ("ema",)},
     "huggingface": {"format": "huggingface", "drop": ("ema",)},

@@ -28,8 +28,15 @@ class FormatOption(NamedTuple):
     help: str
     choices: tuple[str, ...] = ()
     """Possible values, if they can be listed."""
+    default: str = ""
+    """The default, where formats differ in nothing else."""
 
 
+MAX_SHARD_SIZE = FormatOption(
+    "maximum size of the tensors in a file; a larger tensor has its own, with its states if the format keeps them "
+    "together."
+)
+"""Shared by all formats of whole tensors."""
 SHARDING_STRATEGY = FormatOption(
     "sharding strategy of the target job. Default: the source's if the target's topology "
     "allows it, otherwise the trainer's default: PaddleFormers stage1v2, PaddleNLP stage1v1.",

@@ -109,8 +109,7 @@ class _TargetOptions(TypedDict, total=False):
     model_meta: bool
     state: str
     dtype: str | None
-    max_shard_bytes: int
-    files: int | None
+    max_shard_bytes: int | None
     paddle_version: str
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from os import PathLike as _PathLike
 
 from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.limits import MAX_BYTES, MAX_TARGET_FILES
+from paddle_reshard.pipeline.core.limits import MAX_BYTES
 
 DEFAULT_MEMORY = "1GiB"
 SMALLEST_BUDGET_BYTES = 256 << 20
@@ -44,13 +44,12 @@ def parse_memory(text: str | int) -> int:
     return size
 
 
-def parse_count(files: int | str) -> int:
-    """A number of target files, as a user writes it."""
-    if isinstance(files, str) and not (files.isascii() and files.isdigit()):
-        raise UsageError(f"--files {files}: a whole number is expected")
-    if len(str(files)) > len(str(MAX_TARGET_FILES)) or int(files) > MAX_TARGET_FILES:
-        raise UsageError(f"--files {str(files)[:40]}: at most {MAX_TARGET_FILES} can be asked for")
-    return int(files)
+def parse_shard_size(text: str | int) -> int:
+    """The maximum size of the tensors in a file, in bytes."""
+    size = parse_size(text, "--max-shard-size")
+    if size < 1:
+        raise UsageError(f"--max-shard-size {text} holds nothing")
+    return size
 
 
 def texts_of(given: str | Iterable[str]) -> tuple[str, ...]:

@@ -43,16 +43,27 @@ def help_of_formats() -> str:
 def option_of_formats(name: str) -> FormatOption:
     """An option, with the help of all formats that have it.
 
-    >>> option_of_formats("files").help
-    'unified: number of files of each kind. Default: 1. flex, auto-parallel: maximum number of data files per folder. \
-Default: as many as hold 4 GiB each.'
+    >>> option_of_formats("dtype").help
+    'huggingface: output dtype of floating-point tensors (except those that the model keeps in float32), rounded once, \
+from the master weight if there is one. Default: as trained, bit for bit.'
+    >>> option_of_formats("max_shard_size").help.partition(" Default: ")[2]
+    '5GB (huggingface), no limit (unified), 4GiB (flex, auto-parallel).'
     """
-    understood: dict[FormatOption, list[str]] = {}
+    understood: dict[FormatOption, list[Format]] = {}
     for format in _ALL:
         if name in format.options:
-            understood.setdefault(format.options[name], []).append(format.name)
-    help = " ".join(f"{', '.join(names)}: {option.help}" for option, names in understood.items())
+            understood.setdefault(format.options[name]._replace(default=""), []).append(format)
+    help = " ".join(_help_of(name, option, formats) for option, formats in understood.items())
     return FormatOption(help, tuple(dict.fromkeys(c for option in understood for c in option.choices)))
+
+
+def _help_of(name: str, option: FormatOption, formats: Iterable[Format]) -> str:
+    """What an option means for these formats, and the default of each."""
+    defaults: dict[str, list[str]] = {}
+    for format in formats:
+        defaults.setdefault(format.options[name].default, []).append(format.name)
+    said = ", ".join(f"{default} ({', '.join(names)})" for default, names in defaults.items() if default)
+    return f"{', '.join(format.name for format in formats)}: {option.help}{said and f' Default: {said}.'}"
 
 
 def average_target(format: Format) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
 from paddle_reshard.pipeline.checkpoint.files import TargetFiles
 from paddle_reshard.pipeline.checkpoint.format import Staged
 from paddle_reshard.pipeline.core.catalog import File
-from paddle_reshard.pipeline.core.errors import WITHOUT_OPTIMIZER, CheckpointError, PlanError
+from paddle_reshard.pipeline.core.errors import WITHOUT_OPTIMIZER, CheckpointError, PlanError, UsageError
 from paddle_reshard.pipeline.core.file_names import SCHEDULER
+from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.tensors import DType, Tensor
 from paddle_reshard.pipeline.model.model import Model
@@ -93,6 +94,33 @@ class NewFiles:
     def target_files(self) -> TargetFiles:
         """All files that were added."""
         return TargetFiles(tuple(self.files), self.literals, (), self.placements.fragments())
+
+
+def file_numbers(sizes_bytes: Iterable[int], max_bytes: int) -> list[int]:
+    """The number of the file of each tensor: files are filled in order, each until the next tensor would exceed
+    ``max_bytes``; a larger tensor has a file of its own.
+
+    >>> file_numbers([4, 4, 1, 9, 2], 5)
+    [0, 1, 1, 2, 3]
+    """
+    numbers: list[int] = []
+    number = filled = 0
+    for nbytes in sizes_bytes:
+        if filled and filled + nbytes > max_bytes:
+            number, filled = number + 1, 0
+        numbers.append(number)
+        filled += nbytes
+    check_number(number + 1, max_bytes)
+    return numbers
+
+
+def check_number(files: int, max_bytes: int) -> None:
+    """Refuse a size with which a target would have too many files."""
+    if files > MAX_TARGET_FILES:
+        raise UsageError(
+            f"with --max-shard-size {max_bytes} the target has {files} files of a kind; at most {MAX_TARGET_FILES} are "
+            "written, give a larger size"
+        )
 
 
 def lacking(key: str, state: str) -> PlanError:

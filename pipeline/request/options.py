@@ -123,7 +123,6 @@ class TargetOptions(TypedDict, total=False):
     sharding_strategy: Annotated[Strategy | None, _of_formats("sharding_strategy")]
     state: Annotated[ModelState | None, _of_formats("state")]
     dtype: Annotated[Dtype | None, _of_formats("dtype")]
-    files: Annotated[int | str | None, _of_formats("files", kind=Kind.COUNT)]
     paddle_version: Annotated[str | None, _of_formats("paddle_version", metavar="VERSION")]
     max_shard_size: Annotated[str | int | None, _of_formats("max_shard_size", metavar="SIZE")]
     layout: Annotated[PathLike | Mapping[str, Any] | None, _of_formats("layout", kind=Kind.ENTRIES)]

@@ -24,9 +24,8 @@ from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.core.units import (
     DEFAULT_MEMORY,
     PathLike,
-    parse_count,
     parse_memory,
-    parse_size,
+    parse_shard_size,
     texts_of,
 )
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
@@ -145,8 +144,7 @@ def parse_drop(names: Sequence[str] | str) -> tuple[str, ...]:
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "to": Topology.of,
     "layout": read_layout,
-    "files": parse_count,
-    "max_shard_size": lambda text: Size(parse_size(text, "--max-shard-size"), str(text)),
+    "max_shard_size": lambda text: Size(parse_shard_size(text), str(text)),
     "memory": lambda text: Size(parse_memory(text), str(text)),
     "drop": parse_drop,
     "ranks": parse_ranks,

@@ -31,7 +31,7 @@ TOPOLOGIES: dict[str, TargetOptions] = {
     },
 }
 FORMATS: dict[str, TargetOptions] = {
-    "flex": {"format": "flex", "files": 2},
+    "flex": {"format": "flex", "max_shard_size": "200KB"},
     "unified": {"format": "unified"},
     "auto-parallel": {"format": "auto-parallel"},
     "model": {"format": "huggingface"},
@@ -146,7 +146,7 @@ def test_paddle_loads_every_dist_checkpoint(chosen: str, tmp_path: Path) -> None
             folder_of(case),
             made,
             format="flex",
-            files=2,
+            max_shard_size="200KB",
             config=config_of(case),
             allow_missing=BUFFERS,
             replicas="report",

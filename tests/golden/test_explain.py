@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one card": (HYBRID, {"to": "tp=1"}),
     "other cuts": (HYBRID, {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v1"}),
     "padded": (HYBRID, {"to": "sharding=2", "vocab_size": 192}),
-    "flex": (HYBRID, {"format": "flex", "files": 2}),
+    "flex": (HYBRID, {"format": "flex", "max_shard_size": "200KB"}),
     "unified": (HYBRID, {"format": "unified", "drop": ["ema"]}),
     "model": (HYBRID, {"format": "huggingface"}),
     "average": (HYBRID, {"format": "huggingface", "state": "ema"}),

@@ -200,15 +200,36 @@ def test_a_schedule_that_only_optimizer_files_hold_gets_its_file(tmp_path: Path)
     assert oracle.load_with_paddle(tmp_path / "hybrid/optimizer.pdopt")["LR_Scheduler"] == wanted
 
 
-def test_files_get_a_like_share_of_whole_tensors(tmp_path: Path) -> None:
-    convert(case_directory("mp2_tied") / "checkpoint-3", tmp_path / "flex", format="flex", files=4)
-    for folder in ("model_state", "master_weight", "optimizer_state"):
-        sizes = [path.stat().st_size for path in (tmp_path / "flex" / folder).glob("*.distcp")]
-        assert len(sizes) == 4
-        assert max(sizes) < 1.35 * sum(sizes) / 4
-    convert(case_directory("mp2_tied") / "checkpoint-3", tmp_path / "many", format="flex", files=1000)
-    for path in (tmp_path / "many").glob("*/*.distcp"):
-        assert len(oracle.load_with_paddle(path)) > 1, path  # beside the names
+def test_files_are_filled_up_to_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    """With all of a tensor in a folder together; what is larger has a file of its own."""
+    source = case_directory("mp2_tied") / "checkpoint-3"
+    for limit, own in ((150_000, False), (40_000, True)):
+        convert(source, tmp_path / str(limit), format="flex", max_shard_size=limit)
+        for folder in ("model_state", "master_weight", "optimizer_state"):
+            paths = sorted(
+                (tmp_path / str(limit) / folder).glob("*.distcp"), key=lambda p: int(p.name.split("_")[0])
+            )
+            held = [sizes_by_key(path) for path in paths]
+            assert len(held) > 1
+            assert len(set().union(*held)) == sum(map(len, held)), "a tensor is in one file"
+            totals = [sum(sizes.values()) for sizes in held]
+            assert all(total <= limit or len(sizes) == 1 for total, sizes in zip(totals, held, strict=True))
+            assert any(total > limit for total in totals) is (own and folder == "optimizer_state")
+            for total, following in zip(totals, held[1:], strict=False):
+                assert total + next(iter(following.values())) > limit, "the next tensor would have had room"
+
+
+def sizes_by_key(path: Path) -> dict[str, int]:
+    """Structured key → bytes of all its arrays in a data file, in order."""
+    arrays = oracle.load_with_paddle(path)
+    del arrays[oracle.NAME_TABLE]
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        key = name
+        for state in ("moment1_0", "moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0", "w_0"):
+            key = key.removesuffix(f".{state}")
+        sizes[key] = sizes.get(key, 0) + array.nbytes
+    return sizes
 
 
 # ----------------------------------------------------------------------------------- loaded by Paddle itself
@@ -313,7 +334,7 @@ def made_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
     pairs: list[Path] = []
     count = 0
     for name, folder in names.items():
-        convert(folder / "checkpoint-3", root / name, format="flex", files=3)
+        convert(folder / "checkpoint-3", root / name, format="flex", max_shard_size="200KB")
         for state_folder, tensors in by_folder(oracle.read_truth(folder / "truth.safetensors")).items():
             np.savez(root / f"{name}-{state_folder}.npz", **tensors)
             pairs += [root / name / state_folder, root / f"{name}-{state_folder}.npz"]

@@ -118,7 +118,7 @@ def test_a_real_one_becomes_the_truth_and_stays_itself(given: dict[str, Path], t
     found = oracle.read_checkpoint(tmp_path / "hybrid", oracle.shapes_of(truth))
     oracle.assert_same_tensors(found, truth)
 
-    convert(real, made, format="auto-parallel", files=3, **given)
+    convert(real, made, format="auto-parallel", max_shard_size="200KB", **given)
     flat = {
         key.replace("/", ".", 1): value
         for key, value in oracle.read_truth(case / "truth.safetensors").items()
@@ -165,7 +165,7 @@ def test_paddle_loads_master_weights_under_the_names_of_one_rank(tmp_path: Path)
         for state in STATES:
             if f"{key}.{state}" in truth:
                 flat[f"optimizer.{name}.dist_fp32_master_0_{state}"] = truth[f"{key}.{state}"]
-    convert(case / "checkpoint-3", tmp_path / "auto", format="auto-parallel", files=3)
+    convert(case / "checkpoint-3", tmp_path / "auto", format="auto-parallel", max_shard_size="200KB")
     np.savez(tmp_path / "truth.npz", **flat)
     told = run_paddle(LOAD, tmp_path / "auto/dist_ckpt", tmp_path / "truth.npz")
     assert told.strip().endswith(f"equal {len(flat)}")

@@ -409,7 +409,7 @@ def test_launch_knows_the_job_that_the_files_are_for(tmp_path: Path) -> None:
             PlanError,
             "comm_overlap: .* asks for no master weight and no moment",
         ),
-        ({"files": 2}, UsageError, "--files 2 with --to"),
+        ({"max_shard_size": "2GB"}, UsageError, "--max-shard-size 2GB with --to"),
         ({"to": None, "sharding_strategy": "stage1v2"}, UsageError, "--sharding-strategy without --to"),
     ],
 )

@@ -58,7 +58,11 @@ def test_the_same_unknown_tensor_is_named(case: str, family: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     "options",
-    [("--to", "pp=2,sharding=2"), ("--format", "huggingface"), ("--format", "flex", "--files", "2")],
+    [
+        ("--to", "pp=2,sharding=2"),
+        ("--format", "huggingface"),
+        ("--format", "flex", "--max-shard-size", "200KB"),
+    ],
     ids=lambda options: options[1],
 )
 def test_the_same_bytes_are_written(options: tuple[str, ...], tmp_path: Path) -> None:

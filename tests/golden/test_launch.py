@@ -285,21 +285,25 @@ def test_parameters_that_the_trainer_saves_and_does_not_load_are_named() -> None
 
 
 @pytest.mark.parametrize(
-    ("files", "to", "starts"), [(1, "pp=2", False), (1, "sharding=2", True), (2, "pp=2", True)]
+    ("size", "to", "starts"),
+    [(None, "pp=2", False), (None, "sharding=2", True), ("20KB", "pp=2", True)],
 )
 def test_a_stage_finds_no_states_of_tied_words_that_are_stored_once(
-    files: int, to: str, starts: bool, tmp_path: Path
+    size: str | None, to: str, starts: bool, tmp_path: Path
 ) -> None:
     """The trainer's own files of one card, and conversions to as many, stop it at a ``KeyError``."""
     source = case_directory("small-unified/uc_single_tied") / CHECKPOINT
-    if files > 1:
-        paddle_reshard.convert(source, tmp_path / "t", format="unified", files=files)
+    if size is not None:
+        paddle_reshard.convert(source, tmp_path / "t", format="unified", max_shard_size=size)
         source = tmp_path / "t"
     remarks = paddle_reshard.launch(source, to=to).remarks
     assert any("states of tied words under one key" in said for said in remarks) is not starts
     paddle_reshard.convert(source, tmp_path / "job", to=to)
-    made = paddle_reshard.plan(tmp_path / "job", format="unified", files=files).targets[0]
-    assert any("or unified with --files 2" in said for said in made.remarks) is not starts
+    made = paddle_reshard.plan(tmp_path / "job", format="unified", max_shard_size=size).targets[0]
+    assert (
+        any("or unified in several files, with --max-shard-size" in said for said in made.remarks)
+        is not starts
+    )
 
 
 @pytest.mark.parametrize("segment", [512, 1 << 20])

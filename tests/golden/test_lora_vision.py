@@ -30,8 +30,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "v1, plain": {"to": "sharding=3", "sharding_strategy": "stage1v1", "format": "hybrid-plain"},
     "stage 2": {"to": "sharding=2", "sharding_strategy": "stage2"},
     "stage 3": {"to": "sharding=2", "sharding_strategy": "stage3"},
-    "flex": {"format": "flex", "files": 1},
-    "flex, files": {"format": "flex", "files": 3},
+    "flex": {"format": "flex"},
+    "flex, files": {"format": "flex", "max_shard_size": "20KB"},
 }
 SAVED = {"qwen2_5_vl": {"model.visual.": "visual.", "model.language_model.": "model."}}
 """Family → beginnings of keys in the model → in its files of weights."""

@@ -78,8 +78,10 @@ def test_every_state_is_that_of_the_truth_and_described_as_in_every_sibling(
     name: str, tmp_path: Path
 ) -> None:
     """In several files, and from these in one: what a job of any topology takes its pieces from."""
-    paddle_reshard.convert(checkpoint(name), tmp_path / "three", format="flex", files=3, config=config())
-    paddle_reshard.convert(tmp_path / "three", tmp_path / "one", format="flex", files=1)
+    paddle_reshard.convert(
+        checkpoint(name), tmp_path / "three", format="flex", max_shard_size="20KB", config=config()
+    )
+    paddle_reshard.convert(tmp_path / "three", tmp_path / "one", format="flex")
     for target, files in (("three", 3), ("one", 1)):
         found: oracle.Tensors = {}
         for folder in FOLDERS:
@@ -125,8 +127,10 @@ def averaged(name: str) -> tuple[oracle.Tensors, oracle.Tensors]:
 @pytest.mark.parametrize("name", AVERAGES)
 def test_with_its_average_and_experts(name: str, tmp_path: Path) -> None:
     config = config_of(name, tmp_path)
-    paddle_reshard.convert(checkpoint(name), tmp_path / "two", format="flex", files=2, config=config)
-    paddle_reshard.convert(tmp_path / "two", tmp_path / "one", format="flex", files=1, config=config)
+    paddle_reshard.convert(
+        checkpoint(name), tmp_path / "two", format="flex", max_shard_size="20KB", config=config
+    )
+    paddle_reshard.convert(tmp_path / "two", tmp_path / "one", format="flex", config=config)
     rest, average = averaged(name)
     for target in (tmp_path / "two", tmp_path / "one"):
         found = {key: value for folder in FOLDERS for key, value in arrays(target / folder).items()}

@@ -38,10 +38,10 @@ TARGETS: dict[str, dict[str, Any]] = {
     "v2, plain": {"to": "pp=2,sharding=2", "format": "hybrid-plain", **V2},
     "stage 2": {"to": "sharding=2", "sharding_strategy": "stage2"},
     "stage 3": {"to": "sharding=2", "sharding_strategy": "stage3"},
-    "flex": {"format": "flex", "files": 1},
-    "flex, files": {"format": "flex", "files": 3},
+    "flex": {"format": "flex"},
+    "flex, files": {"format": "flex", "max_shard_size": "20KB"},
     "unified": {"format": "unified"},
-    "unified, files": {"format": "unified", "files": 2},
+    "unified, files": {"format": "unified", "max_shard_size": "20KB"},
 }
 STAGES, SHARDED = ("pp*", "v2, plain"), ("*v1", "*v2", "v?, plain", "stage*")
 REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (

@@ -25,7 +25,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "tp, v2": {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2", "format": "hybrid"},
     "v1, plain": {"to": "sharding=3", "sharding_strategy": "stage1v1", "format": "hybrid-plain"},
     "stage 3": {"to": "sharding=2", "sharding_strategy": "stage3", "format": "hybrid-plain"},
-    "flex": {"format": "flex", "files": 2},
+    "flex": {"format": "flex", "max_shard_size": "20KB"},
     "unified": {"format": "unified"},
 }
 

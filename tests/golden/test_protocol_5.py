@@ -54,7 +54,7 @@ def test_for_paddle_3_4_every_file_is_the_one_that_it_writes_itself(name: str, t
 @pytest.mark.parametrize("name", ["p5_mid_single", "p5_sh2_s1v2_meta"])
 def test_for_paddle_3_4_and_3_3_in_turn(name: str, tmp_path: Path) -> None:
     """What is made for 3.4 holds the truth and comes back byte for byte by way of 3.3, in every format."""
-    kinds = {"cards": {"to": "tp=2,sharding=2"}, "flex": {"format": "flex", "files": 2}}
+    kinds = {"cards": {"to": "tp=2,sharding=2"}, "flex": {"format": "flex", "max_shard_size": "200KB"}}
 
     def convert(source: Path, label: str, paddle_version: str) -> dict[str, bytes]:
         targets = {
@@ -80,10 +80,12 @@ def test_for_paddle_3_4_and_3_3_in_turn(name: str, tmp_path: Path) -> None:
 def test_a_flex_checkpoint_for_paddle_3_4_is_what_pickle_writes_of_its_objects(tmp_path: Path) -> None:
     """Opened with Paddle's own classes, and by its loader, which makes tensors of the arrays."""
     source = case_directory("dense/mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3"
-    paddle_reshard.convert(source, tmp_path / "flex", format="flex", files=3, paddle_version="3.4")
+    paddle_reshard.convert(
+        source, tmp_path / "flex", format="flex", max_shard_size="200KB", paddle_version="3.4"
+    )
     found = [path for path in (tmp_path / "flex").rglob("*") if path.suffix in (".distcp", ".metadata")]
     made = sorted(found, key=lambda path: path.suffix)  # Paddle's loader first, which imports Paddle
-    assert len(made) == 16
+    assert len(made) > 8  # of four folders
     for path in made:
         loaded = oracle.load_with_paddle(path) if path.suffix == ".distcp" else {}
         again = unpickle(path)

@@ -23,7 +23,7 @@ KEY = "model.layers.3.self_attn.k_proj.weight"
 PROGRAM = "model.norm.weight -> tail.norm.weight\n"
 ASKED: dict[str, dict[str, Any]] = {
     "topology": {"to": "tp=2,pp=2", "memory": "300MiB"},
-    "flex": {"format": "flex", "files": 2},
+    "flex": {"format": "flex", "max_shard_size": "200KB"},
     "model": {"format": "huggingface", "dtype": "float32", "max_shard_size": "100KB"},
     "average": {"format": "huggingface", "state": "ema"},
     "vocabulary": {
@@ -88,7 +88,7 @@ def test_call_and_command_can_be_made_of_it(name: str, tmp_path: Path) -> None:
 
 
 def test_each_of_several_targets_states_all_and_which_one_it_is(tmp_path: Path) -> None:
-    asked = {tmp_path / "one": {"to": "tp=2"}, tmp_path / "two": {"format": "flex", "files": 1}}
+    asked = {tmp_path / "one": {"to": "tp=2"}, tmp_path / "two": {"format": "flex"}}
     paddle_reshard.convert(SOURCE, asked)  # type: ignore[arg-type]
     one, two = (manifest_of(target) for target in asked)
     assert one["request"] == two["request"] == {"targets": [*asked.values()], "memory": "1GiB"}

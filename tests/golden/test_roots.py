@@ -19,7 +19,7 @@ from tests.sampling import exhaustive
 WAYS: dict[str, TargetOptions] = {
     "tensor": {"to": "tp=2"},
     "stages": {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v2"},
-    "flex": {"format": "flex", "files": 2},
+    "flex": {"format": "flex", "max_shard_size": "200KB"},
     "auto-parallel": {"format": "auto-parallel"},
     "unified": {"format": "unified"},
     "model": {"format": "huggingface"},

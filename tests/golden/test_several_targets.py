@@ -104,10 +104,10 @@ def test_one_that_is_there_already_stays(separate: Path, tmp_path: Path) -> None
         ("a:huggingface:tp=2", "--to does not apply to .* options for huggingface: --state, --dtype,"),
         (
             "a:flex:shards=2",
-            "unknown name in 'shards=2'; known: an axis or sharding-strategy, layout, files, paddle-version",
+            "unknown name in 'shards=2'; known: an axis or sharding-strategy, layout, max-shard-size, paddle-version",
         ),
         ("a:hybrid:cp=2", "unknown name in 'cp=2'; known: an axis or sharding-strategy, layout"),
-        ("a:flex:files=2,files=3", "files is given twice"),
+        ("a:flex:max-shard-size=2GB,max-shard-size=3GB", "max-shard-size is given twice"),
     ],
 )
 def test_a_malformed_target_is_refused(text: str, told: str) -> None:

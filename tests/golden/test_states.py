@@ -23,7 +23,7 @@ from tests.conftest import case_directory
 SHARDED_V1 = {"to": "pp=2,sharding=2", "sharding_strategy": "stage1v1"}
 SHARDED_V2 = {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v2"}
 FORMATS: list[dict[str, Any]] = [
-    {"format": "flex", "files": 2},
+    {"format": "flex", "max_shard_size": "20KB"},
     {"format": "unified"},
     {"format": "auto-parallel"},
 ]

@@ -48,7 +48,7 @@ TARGETS: dict[str, dict[str, Any]] = {
         "layout": EXPERTS,
     },
     "experts over dp": {"to": "ep=2,dp=2,tp=2,pp=2", "layout": SERIAL},
-    "FlexCheckpoint": {"format": "flex", "files": 2},
+    "FlexCheckpoint": {"format": "flex", "max_shard_size": "20KB"},
     "unified": {"format": "unified"},
     "auto-parallel": {"format": "auto-parallel"},
     "Hugging Face": {"format": "huggingface"},

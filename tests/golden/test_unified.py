@@ -99,13 +99,18 @@ def test_one_card_is_written_as_paddleformers_writes_it(hybrid: str, unified: st
     _same_tensor_files(tmp_path / "unified", _checkpoint(case_directory(unified)))
 
 
-def test_several_cards_are_written_as_paddlenlp_writes_them(tmp_path: Path) -> None:
-    """The same training with ``unified_checkpoint`` on two tensor-parallel ranks: every file, every index."""
+@pytest.mark.parametrize("kind", TENSOR_FILES)
+def test_several_cards_are_written_as_paddlenlp_writes_them(kind: str, tmp_path: Path) -> None:
+    """The same training with ``unified_checkpoint`` on two tensor-parallel ranks, which have half of a kind each."""
     source = _checkpoint(case_directory("nlp_fused_mp2"))
-    paddle_reshard.convert(source, tmp_path, format="unified", drop=["ema"], files=2, overwrite=True)
+    paddle_reshard.convert(source, tmp_path / "one", format="unified", drop=["ema"])
+    half = (tmp_path / "one" / f"{kind}-00001-of-00001.safetensors").stat().st_size * 51 // 100
+    paddle_reshard.convert(source, tmp_path / "two", format="unified", drop=["ema"], max_shard_size=half)
     real = json.loads((PACKED / "nlp_fused_mp2.sha256.json").read_text())
-    made = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in tmp_path.iterdir()}
-    assert {name: digest for name, digest in made.items() if name.startswith(TENSOR_FILES)} == real
+    made = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (tmp_path / "two").iterdir()}
+    expected = {name: digest for name, digest in real.items() if name.startswith(kind)}
+    assert len(expected) == 3
+    assert {name: digest for name, digest in made.items() if name.startswith(kind)} == expected
 
 
 @pytest.mark.parametrize("name", ["uc_single_tied", "uc_single_fp32"])
@@ -130,7 +135,9 @@ IDENTITIES = {
 def test_there_and_back_is_the_identity(name: str, tmp_path: Path) -> None:
     """Every tensor file and ``config.json``, byte for byte; averages have no place in between."""
     source = _checkpoint(case_directory(name))
-    report = paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"], files=3)
+    report = paddle_reshard.convert(
+        source, tmp_path / "unified", format="unified", drop=["ema"], max_shard_size="200KB"
+    )
     averaged = ("ema_master_weight",) if name.endswith("_ema") else ()
     assert report.plan.dropped == averaged
     for number, options in enumerate(IDENTITIES[name]):
@@ -145,24 +152,41 @@ def test_there_and_back_is_the_identity(name: str, tmp_path: Path) -> None:
             assert (back / path).read_bytes() == (direct / path).read_bytes(), path
 
 
-def test_files_are_balanced_and_opened_by_safetensors(tmp_path: Path) -> None:
-    source = _checkpoint(case_directory("mp2_tied"))
-    paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"], files=4)
+def test_files_are_filled_in_order_and_opened_by_safetensors(tmp_path: Path) -> None:
+    source, limit = _checkpoint(case_directory("mp2_tied")), 100_000
+    paddle_reshard.convert(
+        source, tmp_path / "unified", format="unified", drop=["ema"], max_shard_size="100KB"
+    )
     for kind in TENSOR_FILES:
-        paths = sorted((tmp_path / "unified").glob(f"{kind}-*-of-00004.safetensors"))
-        assert len(paths) == 4
-        held = {}
+        paths = sorted((tmp_path / "unified").glob(f"{kind}-*.safetensors"))
+        assert len(paths) > 2
+        held, sizes = {}, []
         for path in paths:
+            assert path.name.endswith(f"-of-{len(paths):05d}.safetensors")
             with safetensors.safe_open(path, "np") as file:
                 assert file.metadata() == {"format": "np"}
                 held |= dict.fromkeys(file.keys(), path.name)
+                sizes.append(
+                    [(e["shape"], len(e["data"])) for _, e in safetensors.deserialize(path.read_bytes())]
+                )
         index = json.loads((tmp_path / "unified" / f"{kind}.safetensors.index.json").read_text())
         assert index["weight_map"] == held
-        sizes = [path.stat().st_size for path in paths]
-        assert max(sizes) < 0.4 * sum(sizes)
+        totals = [sum(nbytes for _, nbytes in of_file) for of_file in sizes]
+        assert index["metadata"]["total_size"] == sum(totals)
+        assert all(total <= limit or len(of_file) == 1 for total, of_file in zip(totals, sizes, strict=True))
     assert index.keys() == {"metadata", "weight_map"}
     (facts,) = [json.loads(path.read_text()) for path in (tmp_path / "unified").glob("optimizer*.index.json")]
     assert (facts["master_weights"], facts["quant_ckpt_resume_times"]) == (True, 0)
+
+
+@pytest.mark.parametrize(("size", "alone"), [("1GB", True), ("20KB", False)])
+def test_a_size_that_everything_fits_into_changes_nothing(size: str, alone: bool, tmp_path: Path) -> None:
+    """Files of one card have tied words' states once; else a kind in several files makes those of all for many."""
+    source = _checkpoint(small_case("uc_single_tied"))
+    planned = paddle_reshard.plan(source, tmp_path / "t", format="unified", max_shard_size=size)
+    whole = paddle_reshard.plan(source, tmp_path / "t", format="unified")
+    assert (planned.plan.plan_id == whole.plan.plan_id) is alone
+    assert any("silently reads only the first" in said for said in planned.targets[0].remarks) is not alone
 
 
 def test_the_schedule_gets_a_file_of_its_own(tmp_path: Path) -> None:
@@ -198,11 +222,14 @@ def test_a_trimmed_vocabulary(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found[key + state], truth[key + state][rows])
 
 
-@pytest.mark.parametrize("files", [0, "two"])
-def test_a_number_of_files(files: object, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"--files {files}"):
+@pytest.mark.parametrize(
+    ("size", "told"), [(0, "0 holds nothing"), ("0.5", "0.5 holds nothing"), ("two", "'two' is not")]
+)
+@pytest.mark.parametrize("format", ["unified", "flex", "auto-parallel", "huggingface"])
+def test_a_size_of_files(format: str, size: object, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"--max-shard-size {told}"):
         paddle_reshard.plan(
-            _checkpoint(small_case("uc_single_tied")), tmp_path / "unified", format="unified", files=files
+            _checkpoint(small_case("uc_single_tied")), tmp_path / "t", format=format, max_shard_size=size
         )
 
 
@@ -218,7 +245,7 @@ def test_weights_alone(tmp_path: Path) -> None:
         ignore=shutil.ignore_patterns("optimizer*", "master_weights*", "scheduler*"),
         copy_function=shutil.copyfile,
     )
-    paddle_reshard.convert(weights, tmp_path / "unified", format="unified", files=2)
+    paddle_reshard.convert(weights, tmp_path / "unified", format="unified", max_shard_size="5KB")
     parameters = {key: truth_of("nlp_uc_mp2pp2")[key] for key in oracle.shapes_of(truth_of("nlp_uc_mp2pp2"))}
     oracle.assert_same_tensors(read_unified(tmp_path / "unified"), parameters)
     assert not list((tmp_path / "unified").glob("optimizer*"))

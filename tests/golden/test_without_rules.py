@@ -204,7 +204,7 @@ def test_a_flex_checkpoint_without_config_becomes_another(name: str, tmp_path: P
     found = paddle_reshard.inspect(source)
     assert (found.format, found.convention, found.stored) == ("flex", "paddleformers", ())
     assert "--config FILE" in (found.rules or "")
-    paddle_reshard.convert(source, tmp_path / "flex", format="flex", files=3)
+    paddle_reshard.convert(source, tmp_path / "flex", format="flex", max_shard_size="200KB")
     assert paddle_reshard.verify(source, tmp_path / "flex").equal
     assert not (tmp_path / "flex/config.json").exists()
     written = {}

@@ -30,7 +30,7 @@ SETTINGS = examples(4)
 MADE: dict[str, TargetOptions] = {
     "experts over ranks": {"to": "ep=2,sharding=2", "sharding_strategy": "stage1v2"},
     "experts over stages": {"to": "ep=2,pp=2,sharding=2", "sharding_strategy": "stage1v2"},
-    "auto-parallel": {"format": "auto-parallel", "files": 2},
+    "auto-parallel": {"format": "auto-parallel", "max_shard_size": "20KB"},
     "model": {"format": "huggingface", "max_shard_size": "8KB"},
 }
 """Made of a real unified checkpoint with experts."""

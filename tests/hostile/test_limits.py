@@ -81,8 +81,6 @@ OPTIONS = {
     "--to tp=1000,pp=1000,sharding=1000": "at most 262144 are supported",
     "--to tp=1,ep=999999999": "at most 262144 are supported",
     "--to pp=3,vpp=99999999": "at most 4096 are supported",
-    "--format flex --files 1000000000": "at most 99999",
-    f"--format unified --files {'9' * 400}": "at most 99999",
     "--to tp=1 --memory much": "--memory 'much' is not a size",
     "--to tp=1 --memory 99999999999999999999GiB": "is more than any file or memory has",
     f"--to tp=1 --memory {'9' * 400}": "is more than any file or memory has",
@@ -101,10 +99,15 @@ def test_options(source: Path) -> None:
     assert not target.exists()
 
 
-def test_a_shard_size_that_makes_more_files_than_names_have_room_for(source: Path, monkeypatch) -> None:
-    monkeypatch.setattr("paddle_reshard.pipeline.formats.huggingface.target.MAX_TARGET_FILES", 10)
-    with pytest.raises(UsageError, match=r"max-shard-size 1 the model takes \d+ files; at most 10"):
-        paddle_reshard.plan(source, source.with_name("target"), format="huggingface", max_shard_size="1")
+@pytest.mark.parametrize("format", ["huggingface", "unified", "flex", "auto-parallel"])
+def test_a_shard_size_that_makes_more_files_than_names_have_room_for(
+    format: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_reshard.pipeline.formats.writing.MAX_TARGET_FILES", 10)
+    with pytest.raises(UsageError, match=r"max-shard-size 1 the target has \d+ files of a kind; at most 10"):
+        paddle_reshard.plan(
+            source, source.with_name("target"), format=format, max_shard_size="1", drop=["ema"]
+        )
 
 
 NAMES = {

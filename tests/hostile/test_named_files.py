@@ -49,8 +49,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(form: str) -> Path:
         target = folder / form
         if not target.exists():
-            files = 2 if form == "flex" else None
-            paddle_reshard.convert(SOURCE, target, format=form, files=files, drop=["ema"])
+            size = "500KB" if form == "flex" else None
+            paddle_reshard.convert(SOURCE, target, format=form, max_shard_size=size, drop=["ema"])
         return target
 
     return make

@@ -143,7 +143,7 @@ def test_a_checkpoint_with_such_json_is_refused(
 
 @pytest.mark.parametrize("damage", [_twice, _nan])
 def test_an_index_with_such_json_is_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
-    paddle_reshard.convert(SOURCE, tmp_path / "u", format="unified", files=2, drop=["ema"])
+    paddle_reshard.convert(SOURCE, tmp_path / "u", format="unified", max_shard_size="200KB", drop=["ema"])
     index = next(iter(sorted((tmp_path / "u").glob("*.index.json"))))
     damage(index)
     with pytest.raises(ReshardError, match=index.name):

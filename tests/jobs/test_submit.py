@@ -54,7 +54,7 @@ def test_the_id_is_that_of_the_conversion_however_it_is_spelled(
 DECIDES = {
     Decides.OUTCOME: {
         "to": "tp=2,pp=4", "sharding_strategy": "stage2", "format": "hybrid-plain", "state": "ema",
-        "dtype": "float32", "files": 3, "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
+        "dtype": "float32", "paddle_version": "3.2", "max_shard_size": "1GB", "rules": FILE, "config": FILE,
         "layout": FILE, "aoa": FILE, "expected_plan": FILE, "allow_missing": "lm_head.*",
         "replicas": "first",
         "vocab_size": 128, "overwrite": True, "drop": "ema", "allow_links": True,
@@ -106,7 +106,7 @@ def test_the_id_changes_with_what_comes_out_and_with_nothing_else(
     plain = ["/a", "/b", "--to", "tp=2"] if name != "to" else ["/a", "/b"]
     if name in ("state", "dtype", "max_shard_size"):
         plain = ["/a", "/b", "--format", "huggingface"]
-    if name in ("files", "paddle_version"):
+    if name == "paddle_version":
         plain = ["/a", "/b", "--format", "flex"]
     given = [option.opts[0]] if value is True else [option.opts[0], value]
     base = identity(*plain, *(["--to", "tp=2"] if name == "to" else []))

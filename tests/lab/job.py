@@ -158,7 +158,7 @@ class Job:
             options["drop"] = ["ema"]
         if self.format == "unified":
             # One file is for one card: it has the states of tied words under one key, which other stages lack.
-            return options | ({"files": self.topology.ranks} if self.topology.ranks > 1 else {})
+            return options | ({"max_shard_size": "20KB"} if self.topology.ranks > 1 else {})
         if self.format == "flex" and not self.by_rank:
             return options
         options["to"] = str(self.topology)

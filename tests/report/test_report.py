@@ -173,7 +173,11 @@ def test_thousands_of_ranks_fit_a_page_that_opens_at_once(tmp_path: Path) -> Non
 
 
 def test_every_target_of_several_is_apart(tmp_path: Path) -> None:
-    targets = [f"{tmp_path}/a:hybrid:tp=2", f"{tmp_path}/b:huggingface", f"{tmp_path}/c:flex:files=2"]
+    targets = [
+        f"{tmp_path}/a:hybrid:tp=2",
+        f"{tmp_path}/b:huggingface",
+        f"{tmp_path}/c:flex:max-shard-size=500KB",
+    ]
     options = [word for target in targets for word in ("--target", target)]
     planned = command("plan", SOURCE, *options, "--prove", "--report", tmp_path / "report.html")
     page = Page(tmp_path / "report.html")

@@ -51,7 +51,7 @@ def _request(tmp_path: Path, source: Path) -> dict[str, dict[str, Any]]:
         "strategy": {"to": "tp=1,sharding=2", "sharding_strategy": "stage1v1"},
         "layout": {"to": "pp=2", "layout": layout},
         "format": {"format": "huggingface", "dtype": "float32", "max_shard_size": "1MB"},
-        "flex": {"format": "flex", "files": 3, "paddle_version": "3.2"},
+        "flex": {"format": "flex", "max_shard_size": "200KB", "paddle_version": "3.2"},
         "config": {"to": "tp=1", "config": config, "replicas": "first"},
     }
 
@@ -171,11 +171,13 @@ def test_a_killed_process_is_resumed(driver: Driver, source: Path, tmp_path: Pat
 
 def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     reach = {"storage_options": store.options}
-    SIZED.convert(source, f"s3://{bucket}/wanted", format="flex", files=2, **reach)
+    SIZED.convert(source, f"s3://{bucket}/wanted", format="flex", max_shard_size="200KB", **reach)
     secret = {**store.options, "config_kwargs": {"user_agent_extra": SECRET}}
-    begin(source, f"s3://{bucket}/t", format="flex", files=2, storage_options=secret)
+    begin(source, f"s3://{bucket}/t", format="flex", max_shard_size="200KB", storage_options=secret)
     record = store.client.get_object(Bucket=bucket, Key="t/.paddle_reshard_session.json")["Body"].read()
-    assert json.loads(record)["identity"]["request"]["targets"] == [{"format": "flex", "files": 2}]
+    assert json.loads(record)["identity"]["request"]["targets"] == [
+        {"format": "flex", "max_shard_size": "200KB"}
+    ]
     assert SECRET not in record.decode()
     report = SIZED.convert(source, f"s3://{bucket}/t", resume=True, **reach)
     assert report.moved.resumed_groups > 0

@@ -210,8 +210,8 @@ def test_targets_on_a_disk_and_on_s3_together(
 ) -> None:
     """Killed when the first of them is there: the other one is made later, and what is left of it can be removed."""
     disk, far = tmp_path / "far", f"s3://{bucket}/flex"
-    asked: dict[Any, TargetOptions] = {disk: TARGET, far: {"format": "flex", "files": 2}}
-    paddle_reshard.convert(SMALL, tmp_path / "alone", format="flex", files=2)
+    asked: dict[Any, TargetOptions] = {disk: TARGET, far: {"format": "flex", "max_shard_size": "200KB"}}
+    paddle_reshard.convert(SMALL, tmp_path / "alone", format="flex", max_shard_size="200KB")
     alone = in_folder(tmp_path / "alone")
 
     def kill(event: Event) -> None:

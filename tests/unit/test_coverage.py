@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one card": (HYBRID, {"to": "tp=1"}),
     "another strategy": (HYBRID, {"to": "tp=2,sharding=2", "sharding_strategy": "stage1v1"}),
     "stage 3": (HYBRID, {"to": "sharding=2", "sharding_strategy": "stage3"}),
-    "flex": (HYBRID, {"format": "flex", "files": 2}),
+    "flex": (HYBRID, {"format": "flex", "max_shard_size": "200KB"}),
     "unified": (HYBRID, {"format": "unified", "drop": ["ema"]}),
     "model": (HYBRID, {"format": "huggingface"}),
     "average": (HYBRID, {"format": "huggingface", "state": "ema"}),

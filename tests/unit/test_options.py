@@ -167,7 +167,7 @@ def test_a_misspelled_option_is_an_error_as_python_makes_it(name: str) -> None:
         (lambda: paddle_reshard.plan("a", paddle_version=3.4), "^paddle_version: a text is expected, not float$"),
         (lambda: paddle_reshard.convert("a", "b", overwrite="no"), "^overwrite: True or False is expected"),
         (lambda: paddle_reshard.convert("a", "b", layout=1), "^layout: a path or a mapping is expected"),
-        (lambda: paddle_reshard.plan("a", {"b": {"files": 2.5}}), "^files: a whole number or a text is expected"),
+        (lambda: paddle_reshard.plan("a", {"b": {"max_shard_size": 2.5}}), "^max_shard_size: a text or a whole number"),
         (lambda: paddle_reshard.plan("a", {"b": "tp=1"}), "^target: the options of a location are a mapping"),
         (lambda: paddle_reshard.verify("a", "b", states=[1]), "^states: a list of texts is expected"),
         (lambda: paddle_reshard.verify("a", workers="2"), "^workers: a whole number is expected, not str$"),
@@ -182,8 +182,8 @@ def test_a_value_of_another_type_is_refused_before_anything_is_read(
 
 
 def test_the_options_of_one_of_several_targets_are_refused_by_name_too() -> None:
-    with pytest.raises(TypeError, match="unknown option 'fles'; did you mean files"):
-        paddle_reshard.plan("a", {"b": {"format": "flex", "fles": 2}})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="unknown option 'max_shard_sise'; did you mean max_shard_size"):
+        paddle_reshard.plan("a", {"b": {"format": "flex", "max_shard_sise": 2}})  # type: ignore[dict-item]
 
 
 def test_what_stands_for_the_same_value_is_taken(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_an_option_of_a_target_is_an_entry_of_some_format_and_refused_for_the_ot
         if name in ("format", "to"):
             continue
         with pytest.raises(UsageError, match=f"^{flag_of(name)} does not apply to --format"):
-            check_options("unified" if name != "files" else "huggingface", {name: "x"})
+            check_options("unified" if name != "max_shard_size" else "hybrid", {name: "x"})
     done = invoke("convert", "a", "b", "--format", "unified", "--layout", '{"segmentation": "uniform"}')
     assert done.exit_code == 2
     assert "--layout (segmentation) does not apply to --format unified" in done.stderr

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paddle_reshard.pipeline.checkpoint.format import (
+    MAX_SHARD_SIZE,
     PADDLE_VERSION,
     SHARDING_STRATEGY,
     Format,
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from paddle_reshard.pipeline.model.rules.tables import RuleTables
 
 _OPTIONS: Mapping[str, FormatOption] = {
-    "files": FormatOption("maximum number of data files per folder. Default: as many as hold 4 GiB each."),
+    "max_shard_size": MAX_SHARD_SIZE._replace(default="4GiB"),
     "paddle_version": PADDLE_VERSION,
 }
 _BY_RANK: Mapping[str, FormatOption] = {
     "to": FormatOption(
         "topology of the job that is to resume from its ranks' own files, without resharding; any other job can read "
-        "them too. Default: whole tensors, in files of about the same size."
+        "them too. Default: whole tensors."
     ),
     "sharding_strategy": SHARDING_STRATEGY,
     "layout": FormatOption("the settings alone."),

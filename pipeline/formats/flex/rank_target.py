@@ -198,8 +198,10 @@ class RankFlexRequest(JobRequest):
 
 def parse_by_rank(asked: Mapping[str, Any]) -> RankFlexRequest:
     """A FlexCheckpoint for the ranks of a job."""
-    if (files := asked.get("files")) is not None:
-        raise UsageError(f"--files {files} with --to: there is a file for every rank; omit one of the two")
+    if (size := asked.get("max_shard_size")) is not None:
+        raise UsageError(
+            f"--max-shard-size {size} with --to: there is a file for every rank; omit one of the two"
+        )
     return RankFlexRequest.of(asked)
 
 

@@ -2,14 +2,13 @@
 
 Tensors are written whole, which every job can load: its loader reads the boxes that it needs from each tensor. (Paddle
 3.3.1 misreads ragged flattened ranges of three dims and more, ``dcp/utils.py``, ``minimal_nd_slice``.) The files of a
-folder hold consecutive tensors of the model and are about equal in size; all states of a tensor in a folder are in the
-same file. Keys and their order are those that the trainer writes on a single card.
+folder hold consecutive tensors of the model; all states of a tensor in a folder are in the same file. Keys and their
+order are those that the trainer writes on a single card.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,12 +35,10 @@ from paddle_reshard.pipeline.formats.flex.names import (
 )
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
 from paddle_reshard.pipeline.formats.model_meta import format_model_meta
-from paddle_reshard.pipeline.formats.writing import SettledTarget, lacking, schedule_file
+from paddle_reshard.pipeline.formats.writing import SettledTarget, file_numbers, lacking, schedule_file
 from paddle_reshard.pipeline.model.model import Model, ModelTensor, NamedTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizers import check_states
 
-FILE_BYTES = 4 << 30
-"""Maximum size of a file if ``files`` is not given (larger for a larger tensor): ranks read whole files into memory."""
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
 """Classes in parameter names that come from Paddle and not from the model."""
 _OF_OPTIMIZER = (MASTER_WEIGHT, *ACCUMULATORS)
@@ -53,16 +50,15 @@ class FlexTarget(SettledTarget):
 
     format: str = FLEX
     """``auto-parallel``: one folder with the nested keys of auto-parallel training."""
-    files: int | None = None
-    """Data files per folder, at most; ``None``: as many as hold :data:`FILE_BYTES` each."""
+    max_shard_bytes: int = 4 << 30
+    """Maximum size of the tensors in a file; larger ones of a key have a file of their own. Ranks read whole files into
+    memory."""
     paddle_version: str = DEFAULT_PADDLE
     """The Paddle version that will read it, a key of :data:`~paddle_reshard.pipeline.core.upstream.PADDLE_RELEASES`."""
     names: Mapping[str, str] | None = None
     """Auto-parallel: structured key → parameter name in the target job; ``None``: by the naming rules."""
 
     def __post_init__(self) -> None:
-        if self.files is not None and self.files < 1:
-            raise UsageError(f"--files {self.files}: at least one file is needed")
         paddle_release(self.paddle_version)
 
     def in_words(self) -> str:
@@ -75,7 +71,11 @@ class FlexTarget(SettledTarget):
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format, "files": self.files, "paddle_version": self.paddle_version}
+        return {
+            "format": self.format,
+            "max_shard_bytes": self.max_shard_bytes,
+            "paddle_version": self.paddle_version,
+        }
 
     def cannot_hold_lora(self, model: Model) -> str | None:
         """A FlexCheckpoint of a LoRA job contains the base model."""
@@ -130,7 +130,7 @@ def layout_flex(wanted: Checkpoint, target: FlexTarget) -> TargetFiles:
     files = FlexFiles(paddle_release(target.paddle_version))
     for folder in folders:
         of_folder = [item for item in items if item.folder == folder]
-        files.add_folder(folder, _split_by_bytes(of_folder, target.files))
+        files.add_folder(folder, _in_files(of_folder, target.max_shard_bytes))
     return files.target_files()
 
 
@@ -260,38 +260,17 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
 # --------------------------------------------------------------------------------------------------- bytes
 
 
-def _split_by_bytes(items: Sequence[_Item], files: int | None) -> list[list[DataArray]]:
+def _in_files(items: Sequence[_Item], max_bytes: int) -> list[list[DataArray]]:
     """The arrays of each of several files of consecutive keys; no file is empty unless there are no items."""
     sizes: dict[str, int] = {}
     for item in items:
         sizes[item.model_key] = sizes.get(item.model_key, 0) + item.array.nbytes
-    numbers = _fill(sizes.values(), FILE_BYTES if files is None else _capacity(list(sizes.values()), files))
+    numbers = file_numbers(sizes.values(), max_bytes)
     of_key = dict(zip(sizes, numbers, strict=True))
     shares: list[list[DataArray]] = [[] for _ in range(numbers[-1] + 1 if numbers else 1)]
     for item in items:
         shares[of_key[item.model_key]].append(item.array)
     return shares
-
-
-def _capacity(sizes: Sequence[int], files: int) -> int:
-    """The smallest maximum size in bytes with which ``files`` files hold everything."""
-    enough = range(max(sizes, default=0), sum(sizes) + 1)
-    return enough[bisect_left(enough, True, key=lambda capacity: _fill(sizes, capacity)[-1:] < [files])]
-
-
-def _fill(sizes: Iterable[int], capacity: int) -> list[int]:
-    """The file number of each size: each file is filled in order until ``capacity`` would be exceeded.
-
-    Sizes 4, 4, 1 with a capacity of 5 go to files 0, 1, 1.
-    """
-    numbers: list[int] = []
-    number = filled = 0
-    for nbytes in sizes:
-        if filled and filled + nbytes > capacity:
-            number, filled = number + 1, 0
-        numbers.append(number)
-        filled += nbytes
-    return numbers
 
 
 def parse_flex(format: str, asked: Mapping[str, Any]) -> FlexTarget:
@@ -308,9 +287,10 @@ def parse_flex(format: str, asked: Mapping[str, Any]) -> FlexTarget:
         raise UsageError(
             f"--layout names the parameters of {len(names)} cells; auto-parallel training has the names of one program"
         )
+    size = asked.get("max_shard_size")
     return FlexTarget(
         format,
-        asked.get("files"),
-        asked.get("paddle_version") or DEFAULT_PADDLE,
-        None if names is None else next(iter(names.values())),
+        **({} if size is None else {"max_shard_bytes": size.nbytes}),
+        paddle_version=asked.get("paddle_version") or DEFAULT_PADDLE,
+        names=None if names is None else next(iter(names.values())),
     )

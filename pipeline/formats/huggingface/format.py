@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption, Request
+from paddle_reshard.pipeline.checkpoint.format import MAX_SHARD_SIZE, Format, FormatOption, Request
 from paddle_reshard.pipeline.core.choices import Dtype, ModelState
 from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE
 
@@ -41,14 +41,13 @@ def _read_donor(files: SourceFiles) -> Donor:
 def _request(asked: Mapping[str, Any]) -> Request:
     """State, dtype and size of files; nothing of it depends on the source."""
     from paddle_reshard.pipeline.core.tensors import dtype_named
-    from paddle_reshard.pipeline.core.units import parse_size
     from paddle_reshard.pipeline.formats.huggingface.target import HuggingFaceTarget
 
     given = {"state": asked["state"]} if asked.get("state") else {}
     if dtype := asked.get("dtype"):
         given["dtype"] = dtype_named(dtype)
     if size := asked.get("max_shard_size"):
-        given["max_shard_bytes"] = parse_size(size)
+        given["max_shard_bytes"] = size.nbytes
     return HuggingFaceTarget(**given)
 
 
@@ -72,9 +71,7 @@ FORMAT = Format(  # weights in safetensors files, and nothing of a training job
             "rounded once, from the master weight if there is one. Default: as trained, bit for bit.",
             get_args(Dtype),
         ),
-        "max_shard_size": FormatOption(
-            "maximum size of the tensors in a file; a larger tensor has its own. Default: 5GB."
-        ),
+        "max_shard_size": MAX_SHARD_SIZE._replace(default="5GB"),
     },
     average_options={"state": EMA},
     model_only=True,

@@ -18,16 +18,15 @@ from paddle_reshard.pipeline.checkpoint.sidecars import classify_sidecars, lacki
 from paddle_reshard.pipeline.checkpoint.stages import configured_apart
 from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
 from paddle_reshard.pipeline.core.choices import Dtype
-from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError, UsageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.file_names import CONFIG, LORA_CONFIG, WEIGHT_INDEX
-from paddle_reshard.pipeline.core.limits import MAX_TARGET_FILES
 from paddle_reshard.pipeline.core.tensors import EMA_MASTER_WEIGHT, EMA_PARAM, MASTER_WEIGHT, PARAM, DType
 from paddle_reshard.pipeline.core.trainer_files import is_of_adapter, is_training_state
 from paddle_reshard.pipeline.formats.huggingface import EMA, HUGGINGFACE, peft
 from paddle_reshard.pipeline.formats.huggingface.parts import Part, model_parts
 from paddle_reshard.pipeline.formats.huggingface.peft import adapter_config, adapter_parts
 from paddle_reshard.pipeline.formats.huggingface.source import read_huggingface, stored_tensors
-from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, lacking
+from paddle_reshard.pipeline.formats.writing import NewFiles, SettledTarget, check_number, lacking
 from paddle_reshard.pipeline.model.forms import UNUSED
 from paddle_reshard.pipeline.model.model import Model, ModelTensor
 from paddle_reshard.pipeline.model.transformers_config import about_code, exported_config, without_code
@@ -60,10 +59,6 @@ class HuggingFaceTarget(SettledTarget):
     def of_stored_parameters(self) -> bool:
         """Whether no value of it is made of a master weight or an average."""
         return self.state == PARAM and self.dtype is None
-
-    def __post_init__(self) -> None:
-        if self.max_shard_bytes < 1:
-            raise UsageError(f"--max-shard-size {self.max_shard_bytes} holds nothing")
 
     def in_words(self) -> str:
         """The target in a line, for people."""
@@ -163,11 +158,7 @@ class _Exported:
 def layout_huggingface(source: Catalog, exported: Sequence[_Exported], target: HuggingFaceTarget) -> LaidOut:
     """Lay out all tensor files of the target, and its index."""
     shards = _shards(exported, target.max_shard_bytes)
-    if len(shards) > MAX_TARGET_FILES:
-        raise UsageError(
-            f"with --max-shard-size {target.max_shard_bytes} the model takes {len(shards)} files; at most "
-            f"{MAX_TARGET_FILES} are written, give a larger size"
-        )
+    check_number(len(shards), target.max_shard_bytes)
     return _files_of(source, shards, _names(len(shards)))
 
 

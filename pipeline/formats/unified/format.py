@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paddle_reshard.pipeline.checkpoint.format import Format, FormatOption, NotLoaded, Request
+from paddle_reshard.pipeline.checkpoint.format import MAX_SHARD_SIZE, Format, NotLoaded, Request
 from paddle_reshard.pipeline.formats.unified import UNIFIED
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ def _index(files: SourceFiles, tables: RuleTables, missing: MissingPolicy) -> Ch
 
 
 def _request(asked: Mapping[str, Any]) -> Request:
-    """Number of files; nothing of it depends on the source."""
+    """Size of files; nothing of it depends on the source."""
     from paddle_reshard.pipeline.formats.unified.target import UnifiedTarget
 
-    files = asked.get("files")
-    return UnifiedTarget() if files is None else UnifiedTarget(files)
+    size = asked.get("max_shard_size")
+    return UnifiedTarget() if size is None else UnifiedTarget(size.nbytes)
 
 
 def _loaded_with(library: str, strategy: str) -> Mapping[str, str | bool]:
@@ -70,7 +70,7 @@ FORMAT = Format(  # weights, master weights and optimizer states, each kind in f
     recognises=_recognises,
     index=_index,
     request=_request,
-    options={"files": FormatOption("number of files of each kind. Default: 1.")},
+    options={"max_shard_size": MAX_SHARD_SIZE._replace(default="no limit")},
     cannot_hold=("ema",),
     loaded_with=_loaded_with,
     not_loaded=_not_loaded,

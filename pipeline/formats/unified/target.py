@@ -1,8 +1,9 @@
 """Lay out the files of a unified checkpoint, byte for byte.
 
 As PaddleFormers 1.2 and PaddleNLP 3.0 write them (``trainer/unified_checkpoint``): a single card writes one file of
-each kind (``load_save_single_card.py``); tensor-parallel ranks write a file each, and divide the merged tensors by size
-(``utils.py``, ``filter_params``). Index files list keys in the order of the files and of the trainer's state dicts.
+each kind (``load_save_single_card.py``); several write several of a kind, as many as they are or as have its tensors
+(``utils.py``, ``filter_params``), and read any number. Index files list keys in the order of the files and of the
+trainer's state dicts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from paddle_reshard.pipeline.checkpoint.files import LaidOut, SourceListing, Tar
 from paddle_reshard.pipeline.checkpoint.format import NotLoaded
 from paddle_reshard.pipeline.checkpoint.sidecars import plan_sidecars
 from paddle_reshard.pipeline.checkpoint.stages import check_apart
-from paddle_reshard.pipeline.core.errors import UsageError
-from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM
+from paddle_reshard.pipeline.core.tensors import ACCUMULATORS, MASTER_WEIGHT, PARAM, Tensor
 from paddle_reshard.pipeline.core.topology import Topology
 from paddle_reshard.pipeline.formats.unified import UNIFIED
 from paddle_reshard.pipeline.formats.unified.names import (
@@ -28,7 +28,14 @@ from paddle_reshard.pipeline.formats.unified.names import (
     index_name,
     optimizer_key,
 )
-from paddle_reshard.pipeline.formats.writing import NewArray, NewFiles, SettledTarget, lacking, schedule_file
+from paddle_reshard.pipeline.formats.writing import (
+    NewArray,
+    NewFiles,
+    SettledTarget,
+    file_numbers,
+    lacking,
+    schedule_file,
+)
 from paddle_reshard.pipeline.model.model import ModelTensor
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.weights import TAGS
@@ -46,17 +53,13 @@ class UnifiedTarget(SettledTarget):
 
     format: ClassVar[str] = UNIFIED
 
-    files: int = 1
-    """Files of each kind, as that many tensor-parallel ranks write them. The default is 1, because a job on one card
-    silently ignores all files but the first; jobs on several cards read any number."""
-
-    def __post_init__(self) -> None:
-        if self.files < 1:
-            raise UsageError(f"--files {self.files}: a checkpoint has at least one file of each kind")
+    max_shard_bytes: int | None = None
+    """Maximum size of the tensors in a file; a larger tensor has a file of its own. ``None``: one file of each kind,
+    because a job on one card silently ignores all files but the first; jobs on several cards read any number."""
 
     def in_words(self) -> str:
         """The target in a line, for people."""
-        return f"{self.format}, {self.files} file{'s' if self.files > 1 else ''} of each kind"
+        return self.format
 
     def facts(self) -> dict[str, str]:
         """What tells it from other targets of the same source."""
@@ -64,22 +67,21 @@ class UnifiedTarget(SettledTarget):
 
     def data(self) -> dict[str, Any]:
         """What is asked of it."""
-        return {"format": self.format, "files": self.files}
+        return {"format": self.format, "max_shard_bytes": self.max_shard_bytes}
 
     def lay_out(self, source: Checkpoint, wanted: Checkpoint, listing: SourceListing) -> LaidOut:
         """All tensor files of a unified checkpoint, and what becomes of small ones."""
         missing = "which keys the trainer expects in a unified checkpoint"
         wanted.model.table.check_known(wanted.model.config, missing)
         check_apart(wanted.model)
-        sidecars = plan_sidecars(listing, wanted, Topology(dp=self.files))
+        sidecars = plan_sidecars(listing, wanted, Topology())
         schedule = schedule_file(listing.paths, wanted)
+        files, alone = layout_unified(wanted, self)
         topology, table = source.job.topology, wanted.model.table
-        tied = self.files == 1 and any(tensor.tied_to and tensor.trained for tensor in wanted.model.tensors)
+        tied = alone and any(tensor.tied_to and tensor.trained for tensor in wanted.model.tensors)
         lost = "" if topology is None else not_loaded(table, tied).by(topology)
-        remarks = (lost,) if lost else ()
-        return LaidOut(
-            source.catalog, layout_unified(wanted, self), sidecars.with_written(schedule), remarks=remarks
-        )
+        remarks = tuple(filter(None, (lost, "" if alone else _FIRST_ALONE)))
+        return LaidOut(source.catalog, files, sidecars.with_written(schedule), remarks=remarks)
 
 
 _CUT_BY_CLASS = frozenset({"ernie4_5_moe_vl"})
@@ -94,7 +96,11 @@ _UNDER_TP = (
 _TIED_ONCE = (
     "it has the optimizer states of tied words under one key, as a job on one card saves them, and in a job with "
     "stages the first looks for them under the other: it stops at a KeyError; such a job needs --format hybrid or "
-    "flex, or unified with --files 2"
+    "flex, or unified in several files, with --max-shard-size"
+)
+_FIRST_ALONE = (
+    "it has several files of a kind, of which a job on one card silently reads only the first; for such a job, omit "
+    "--max-shard-size"
 )
 
 
@@ -115,21 +121,23 @@ _Entry = tuple[str, int]
 """Key of an array of the target, and the number of its tensor in the catalog."""
 
 
-def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> TargetFiles:
-    """Lay out all tensor files of the target, and their index files.
+def layout_unified(wanted: Checkpoint, target: UnifiedTarget) -> tuple[TargetFiles, bool]:
+    """Lay out all tensor files of the target, and their index files; and whether they are as those of a single card.
 
-    ``wanted`` is the source with all requested changes applied.
+    They are if each kind fits into one file. ``wanted`` is the source with all requested changes applied.
     """
-    contents = _Contents(wanted, alone=target.files == 1)
-    writer = _Writer(wanted, target.files)
-    writer.add(MODEL, list(contents.parameters()), {})
-    if any(tensor.trained for tensor in wanted.model.tensors):
-        masters = list(contents.master_weights())
-        facts = {} if target.files == 1 else {"quant_ckpt_resume_times": 0}
-        writer.add(OPTIMIZER, list(contents.states()), {**facts, "master_weights": bool(masters)})
-        if masters:
-            writer.add(MASTER_WEIGHTS, masters, {})
-    return writer.new.target_files()
+    writer = _Writer(wanted, target.max_shard_bytes)
+    kinds = _Contents(wanted, alone=True).kinds()
+    alone = not any(number for entries in kinds.values() for number in writer.file_numbers(entries))
+    if not alone:
+        kinds = _Contents(wanted, alone=False).kinds()
+    for kind, entries in kinds.items():
+        facts: dict[str, object] = {}
+        if kind == OPTIMIZER:
+            facts = {} if alone else {"quant_ckpt_resume_times": 0}
+            facts["master_weights"] = MASTER_WEIGHTS in kinds
+        writer.add(kind, entries, facts)
+    return writer.new.target_files(), alone
 
 
 class _Contents:
@@ -143,6 +151,15 @@ class _Contents:
         if alone:  # on a single card the trainer looks keys up by parameter name; the last key wins
             self.keys = {identity: keys[-1:] for identity, keys in self.keys.items()}
         self.identities = [tensor for tensor in self.tensors if tensor.tied_to is None]
+
+    def kinds(self) -> dict[str, list[_Entry]]:
+        """Kind → what its files hold; no kind is empty but that of the model."""
+        kinds = {MODEL: list(self.parameters())}
+        if any(tensor.trained for tensor in self.tensors):
+            kinds[OPTIMIZER] = list(self.states())
+            if masters := list(self.master_weights()):
+                kinds[MASTER_WEIGHTS] = masters
+        return kinds
 
     def _entry(self, key: str, tensor: ModelTensor, state: str) -> _Entry:
         number = self.index.get((tensor.tied_to or tensor.key, state))
@@ -176,20 +193,26 @@ class _Contents:
 class _Writer:
     """Lays out the files of each kind."""
 
-    def __init__(self, wanted: Checkpoint, files: int) -> None:
-        self.tensors, self.files = wanted.catalog.tensors, files
+    def __init__(self, wanted: Checkpoint, max_shard_bytes: int | None) -> None:
+        self.tensors, self.max_shard_bytes = wanted.catalog.tensors, max_shard_bytes
         self.tags = _NUMPY_TAGS if wanted.model.table.convention == "paddlenlp" else TAGS
         self.new = NewFiles()
 
+    def file_numbers(self, entries: Sequence[_Entry]) -> list[int]:
+        """The number of the file of each entry of a kind."""
+        sizes = [self.tensors[number].nbytes for _, number in entries]
+        return [0] * len(sizes) if self.max_shard_bytes is None else file_numbers(sizes, self.max_shard_bytes)
+
     def add(self, kind: str, entries: Sequence[_Entry], facts: dict[str, object]) -> None:
         """All files of one kind, and its index."""
-        held = [(key, number, self.tensors[number]) for key, number in entries]
-        sizes = [tensor.nbytes for _, _, tensor in held]
-        blocks = split_by_bytes(sizes, self.files)
+        numbers = self.file_numbers(entries)
+        blocks: list[list[tuple[str, int, Tensor]]] = [[] for _ in range(max(numbers, default=0) + 1)]
+        for file, (key, number) in zip(numbers, entries, strict=True):
+            blocks[file].append((key, number, self.tensors[number]))
+        total_bytes = sum(self.tensors[number].nbytes for _, number in entries)
         weight_map: dict[str, str] = {}
-        for number, block in enumerate(blocks):
+        for number, of_file in enumerate(blocks):
             name = file_name(kind, number, len(blocks))
-            of_file = [held[entry] for entry in block]
             slots = [
                 TensorSlot(slot, key, self.tags[tensor.dtype.name], tensor.global_shape)
                 for slot, (key, _, tensor) in enumerate(of_file)
@@ -198,28 +221,5 @@ class _Writer:
             self.new.add_encoded(name, encode_safetensors(slots, METADATA), arrays)
             weight_map |= {key: name for key, _, _ in of_file}
         self.new.add_literal(
-            index_name(kind), format_index(Index(weight_map, {"total_size": sum(sizes)}, facts))
+            index_name(kind), format_index(Index(weight_map, {"total_size": total_bytes}, facts))
         )
-
-
-def split_by_bytes(sizes_bytes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide tensors of these sizes into consecutive blocks of about equal size; each block lists indices.
-
-    >>> split_by_bytes([4, 1, 1, 2, 4], 3)
-    [[0], [1, 2, 3], [4]]
-    """
-    if ranks == 1:
-        return [list(range(len(sizes_bytes)))]
-    largest = -(-sum(sizes_bytes) // ranks)
-    blocks: list[list[int]] = []
-    block: list[int] = []
-    shared_bytes = 0
-    for number, nbytes in enumerate(sizes_bytes):
-        full = shared_bytes + nbytes > largest * (len(blocks) + 1)
-        if block and (full or len(sizes_bytes) - number < ranks - len(blocks)):
-            blocks.append(block)
-            block = []
-        block.append(number)
-        shared_bytes += nbytes
-    blocks.append(block)
-    return blocks + [[] for _ in range(ranks - len(blocks))]
