@@ -79,13 +79,13 @@ def test_every_state_is_that_of_the_truth_and_described_as_in_every_sibling(
 ) -> None:
     """In several files, and from these in one: what a job of any topology takes its pieces from."""
     paddle_reshard.convert(
-        checkpoint(name), tmp_path / "three", format="flex", max_shard_size="20KB", config=config()
+        checkpoint(name), tmp_path / "several", format="flex", max_shard_size="20KB", config=config()
     )
-    paddle_reshard.convert(tmp_path / "three", tmp_path / "one", format="flex")
-    for target, files in (("three", 3), ("one", 1)):
+    paddle_reshard.convert(tmp_path / "several", tmp_path / "one", format="flex")
+    for target, several in (("several", True), ("one", False)):
         found: oracle.Tensors = {}
         for folder in FOLDERS:
-            assert len(list((tmp_path / target / folder).glob("*.distcp"))) == files
+            assert (len(list((tmp_path / target / folder).glob("*.distcp"))) > 1) is several
             found |= arrays(tmp_path / target / folder)
         oracle.assert_same_tensors(found, truth(name))
         for sibling in MUON:

@@ -37,7 +37,7 @@ SHARDED = {"to": "tp=2,pp=2,sharding=2", "sharding_strategy": "stage1v1"}
 SLICES = {"to": "sharding=2", "sharding_strategy": "stage3", "layout": {"stage3_segment_size": 512}}
 TARGETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "one card": (QWEN, {"to": "tp=1"}),
-    "flex, two files": (QWEN, {"format": "flex", "max_shard_size": "100KB"}),
+    "flex, several files": (QWEN, {"format": "flex", "max_shard_size": "100KB"}),
     "sharding=2, stage3": (QWEN, {"format": "hybrid-plain", **SLICES}),
     "huggingface": (QWEN, {"format": "huggingface"}),
     "tp=2, sharding=2, stage1v2, averages": (AVERAGES, {"to": "tp=2,sharding=2"}),
