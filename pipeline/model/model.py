@@ -364,6 +364,19 @@ def predict_parameter_names(
     return {tensor.key: named.names[tensor.key] for tensor in tensors}
 
 
+def check_given_names(tensors: Iterable[Named], names: Mapping[str, str]) -> None:
+    """Refuse parameter names that a user gives, if two tensors of a cell have one name and are not tied."""
+    holders: dict[str, Named] = {}
+    for tensor in tensors:
+        first = holders.setdefault(names[tensor.key], tensor)
+        if (first.tied_to or first.key) != (tensor.tied_to or tensor.key):
+            raise RuleError(
+                tensor.key,
+                f"has the parameter name {names[tensor.key]} in the model_meta.json given with --layout, and so has "
+                f"{first.key}; only tied tensors share one",
+            )
+
+
 class _NamesOfCell:
     """Gives the parameters of one cell their names, in the order in which the process builds them."""
 

@@ -309,6 +309,29 @@ def test_a_model_meta_is_a_layout_where_it_can_be_one(
     assert (done.returncode, message in " ".join(done.stderr.split())) == (2, True), done.stderr
 
 
+def test_names_that_two_parameters_share_are_refused() -> None:
+    """Where only parameters are written, nothing else would tell: their states are later found by name."""
+    meta = json.loads((DEMO / "model_meta.json").read_text())
+    stages = [cell["structure_name_mapping"] for cell in meta["sharding_metas"].values()]
+    names = stages[0]
+    norm, other = (
+        f"model.layers.0.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")
+    )
+    names[other] = names[norm]
+    shared = rf"^{other}: has the parameter name {names[norm]} .*and so has {norm}; only tied"
+    with pytest.raises(RuleError, match=shared):
+        paddle_reshard.plan(DEMO, to="tp=2,pp=2", layout=meta)
+    of_all = {key: f"{key}_0.w_0" for of_stage in stages for key in of_stage}
+    for of_other in (of_all[other], of_all[norm]):
+        of_program = {"structure_name_mapping": {**of_all, other: of_other}}
+        options: Any = {"format": "auto-parallel", "layout": {"sharding_metas": {"tp00_pp00": of_program}}}
+        if of_other == of_all[norm]:
+            with pytest.raises(RuleError, match=rf"^{other}: has the parameter name"):
+                paddle_reshard.plan(DEMO, drop="ema", **options)
+        else:
+            paddle_reshard.plan(DEMO, drop="ema", **options)
+
+
 def test_settings_may_be_added_to_a_model_meta(tmp_path: Path) -> None:
     """The names are of a job whose segmentation is none that the model's class makes."""
     settings: dict[str, Any] = {"segmentation": [0, 2], "sort_parameters": False}

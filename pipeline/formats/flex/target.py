@@ -36,7 +36,13 @@ from paddle_reshard.pipeline.formats.flex.names import (
 from paddle_reshard.pipeline.formats.flex.writer import DataArray, FlexFiles
 from paddle_reshard.pipeline.formats.model_meta import format_model_meta
 from paddle_reshard.pipeline.formats.writing import SettledTarget, file_numbers, lacking, schedule_file
-from paddle_reshard.pipeline.model.model import Model, ModelTensor, NamedTensor, predict_parameter_names
+from paddle_reshard.pipeline.model.model import (
+    Model,
+    ModelTensor,
+    NamedTensor,
+    check_given_names,
+    predict_parameter_names,
+)
 from paddle_reshard.pipeline.model.optimizers import check_states
 
 PADDLE_CLASSES = ("linear", "embedding", "create_parameter", "layer_norm")
@@ -239,6 +245,7 @@ def _parameter_names(wanted: Checkpoint, target: FlexTarget) -> Mapping[str, str
             raise RuleError(
                 differing, "must be both in the model and in the parameter names given with --layout"
             )
+        check_given_names(model.tensors, target.names)
         return target.names
     hint = "give the names of the target job with --layout model_meta.json"
     if wanted.job.names_predicted is not None:

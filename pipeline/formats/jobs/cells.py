@@ -24,6 +24,7 @@ from paddle_reshard.pipeline.formats.sharding import Parameter, Shares, partitio
 from paddle_reshard.pipeline.model.model import (
     Model,
     ModelTensor,
+    check_given_names,
     expert_of,
     order_routers,
     predict_parameter_names,
@@ -374,7 +375,9 @@ class CellPlanner:
                 differing[0] if differing else where,
                 f"the target's model_meta.json and the segmentation disagree about the cell {where}",
             )
-        return {key: given[written] for key, written in keys.items()}
+        names = {key: given[written] for key, written in keys.items()}
+        check_given_names(tensors, names)
+        return names
 
     def _model_state_tensors(self, cell: Cell, listed: Sequence[ModelTensor]) -> dict[int, list[ModelTensor]]:
         """Rank of the sharding group → tensors in its model_state file; ``listed`` is the optimizer's list.
