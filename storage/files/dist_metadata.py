@@ -113,6 +113,7 @@ REMARKS: Final = ("model_type", "checkpoint_version", "erniebot_commit_id", "pad
 
 _SHAPES: Final = ("global_offset", "local_shape", "global_shape", "flattened_range")
 _MAX_REMARKS: Final = 32
+_MOST_DIMS: Final = 64
 _MAX_SIZE: Final = 1 << 60
 """Largest offset, extent or number of elements of a piece: the sum of two fits an int64, and hashes are unique."""
 
@@ -225,9 +226,9 @@ class _Machine(Machine):
 
 
 def _is_container(value: object) -> bool:
-    """Whether a value may have only one owner: any container except a finished list of numbers."""
+    """Whether a value may have only one owner: any container except a finished list of numbers, one for each dim."""
     if isinstance(value, list):
-        return not value or not all(type(v) is int for v in value)
+        return not 0 < len(value) <= _MOST_DIMS or not all(type(v) is int for v in value)
     return isinstance(value, (dict, Instance))
 
 
@@ -371,7 +372,7 @@ class _Distinct:
     def shape_or_none(self, value: object) -> int:
         if value is None:
             return -1
-        known = isinstance(value, (tuple, list)) and len(value) <= 64
+        known = isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMS
         if not known or not all(type(v) is int and 0 <= v < _MAX_SIZE for v in value):  # type: ignore[attr-defined]
             _bad(self.path, "bad_shape", "an offset, shape or range that is not a tuple of sizes below 2**60")
         return self.shapes.add(tuple(value))  # type: ignore[arg-type]

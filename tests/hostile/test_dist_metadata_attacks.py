@@ -143,6 +143,7 @@ ATTEMPTS = {
         PROTO + NEW + state(text("state_dict_metadata"), b"}\x94", text("storage_metadata"), b"h\x00") + STOP,
         "shared_value",
     ),
+    "one list of 65 numbers twice": (PROTO + b"(]\x94(" + b"K\x01" * 65 + b"eh\x00t.", "shared_value"),
     "a list in itself": (file_of(text("w") + b"]\x94h\x00a", AT), "shared_value"),
     "a key twice": (file_of(W + W, AT), "duplicate_key"),
     "an index twice": (file_of(W, AT + index() + text("1_0.distcp")), "duplicate_index"),
