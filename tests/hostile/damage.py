@@ -14,9 +14,47 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
+from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.storage.store import Receipt
+from tests.conftest import case_directory
+
 Change = Callable[[Path], object]
 REMOVED = object()
 Arrays = dict[str, np.ndarray]
+
+
+def sound(case: str) -> Path:
+    """The checkpoint of a case; not to be changed."""
+    folder = case_directory(case)
+    [checkpoint] = (*folder.glob("checkpoint-*"), *folder.glob("hf-export"))
+    return checkpoint
+
+
+def copied(case: str, folder: Path) -> Path:
+    """A copy of it to be changed, at a folder that is not there yet."""
+    return Path(shutil.copytree(sound(case), folder, copy_function=shutil.copyfile))
+
+
+def copied_by_its_store(
+    folder: Path, change: Callable[[dict[str, Any]], object] = lambda manifest: None
+) -> Path:
+    """A target of one file, which its storage has copied from ``source`` beside it; its manifest may be changed."""
+    source, target = folder / "source", folder / "t"
+    source.mkdir()
+    (source / "a").write_bytes(bytes(range(250)))
+    target.mkdir()
+    (target / "b").write_bytes(bytes(range(100, 200)))
+    seen = LocalSource(source)
+    manifest = {
+        **manifest_head("1"),
+        "files": {"b": 100},
+        "source": {"location": str(source), "files": seen.sizes(), "versions": seen.versions()},
+        "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 100)}),
+    }
+    change(manifest)
+    (target / "paddle_reshard.json").write_bytes(format_manifest(manifest))
+    return target
 
 
 def edited(values: Any, at: tuple[Any, ...], value: Any = REMOVED) -> Any:
@@ -83,6 +121,13 @@ def put(name: str, content: bytes = b"") -> Change:
 
 def truncate(name: str, nbytes: int) -> Change:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-nbytes])
+
+
+def added(name: str, entry: str) -> Change:
+    """One entry more in a file of JSON, as it is spelled."""
+    return lambda folder: (folder / name).write_text(
+        f"{(folder / name).read_text().rstrip()[:-1]}, {entry}}}"
+    )
 
 
 def config(**values: object) -> Change:

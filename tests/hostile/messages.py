@@ -4,21 +4,21 @@ writes it, so that a change of a text is read by whoever reviews it.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests.conftest import GOLDEN
-from tests.hostile.refusals import DAMAGES, Damage, sound
+from tests.hostile.damage import copied
+from tests.hostile.refusals import DAMAGES, Damage
 
 DOCUMENT = GOLDEN / "messages.txt"
 
 
 def damaged(damage: Damage, folder: Path) -> Path:
     """A damaged copy, ``folder / "source"``."""
-    source = Path(shutil.copytree(sound(damage.case), folder / "source", copy_function=shutil.copyfile))
+    source = copied(damage.case, folder / "source")
     damage.change(source)
     return source
 

@@ -24,9 +24,9 @@ from paddle_reshard.pipeline.core.errors import (
     RuleError,
     UnsupportedError,
 )
-from tests.conftest import case_directory
 from tests.hostile.damage import (
     Change,
+    added,
     config,
     copy,
     drop,
@@ -46,6 +46,7 @@ from tests.hostile.damage import (
     remove,
     rename,
     rename_entry,
+    sound,
     truncate,
 )
 
@@ -75,13 +76,6 @@ V1 = "sh2_s1v1_meta_fp32"
 PLAIN = "mp2_tied"
 
 
-def sound(case: str) -> Path:
-    """The checkpoint of a case; not to be changed."""
-    folder = case_directory(case)
-    [checkpoint] = (*folder.glob("checkpoint-*"), *folder.glob("hf-export"))
-    return checkpoint
-
-
 def drop_slices(data: dict) -> None:
     """Remove every entry of one parameter from one rank's optimizer file."""
     for key in [k for k in data if k.startswith("linear_7.w_0_")]:
@@ -97,6 +91,18 @@ def shorten(data: dict) -> None:
 def add_parameter(data: dict) -> None:
     data["model.layers.0.self_attn.gate.weight"] = np.zeros((64,), np.uint16)
     data["StructuredToParameterName@@"]["model.layers.0.self_attn.gate.weight"] = "linear_99.w_0"
+
+
+def powers(after: int, of: str = "") -> Callable[[dict], None]:
+    """Powers of the betas as they are after so many steps, of all parameters or those of one."""
+
+    def change(data: dict) -> None:
+        for key in data:
+            if key.startswith(of) and "_pow_acc" in key:
+                beta = np.float32(0.9 if "beta1" in key else 0.95)
+                data[key] = np.full_like(data[key], np.multiply.accumulate(np.full(after + 1, beta))[-1])
+
+    return change
 
 
 def stolen(folder: Path) -> dict:
@@ -165,6 +171,11 @@ HYBRID = {
             offload_buffer=("offload_buffer", np.zeros(4, np.float32)))), "offload_buffer"),
         "not a pickle": (put(OPT, b"\x80\x04not a pickle."), OPT),
         "not json": (put("model_meta.json", b"{"), "model_meta.json"),
+        "config that says one thing twice": (added("config.json", '"model_type": "llama"'), "config.json … model_type"),
+        "config with NaN": (added("config.json", '"added": NaN'), "config.json … NaN"),
+        "meta that says one thing twice": (added("model_meta.json", '"parallel_config": {}'),
+            "model_meta.json … parallel_config"),
+        "meta with NaN": (added("model_meta.json", '"added": NaN'), "model_meta.json … NaN"),
         "dtype that is not known": (in_cell("tp00_pp00",
             lambda cell: cell["param_meta"]["model.embed_tokens.weight"].__setitem__(1, 99)),
             "model.embed_tokens.weight … 99"),
@@ -244,6 +255,8 @@ UNIFIED = {
             for kind in ("model", "optimizer", "master_weights")},
         **{f"missing index of {kind}": (remove(f"{kind}.safetensors.index.json"), CheckpointError,
             f"{kind}.safetensors.index.json is missing") for kind in ("model", "optimizer", "master_weights")},
+        "index that says one thing twice": (added("model.safetensors.index.json", '"weight_map": {}'), CheckpointError,
+            "model.safetensors.index.json … weight_map"),
         "missing kind that its index names": (remove("master_weights-*"), CoverageError,
             "index.json says that master_weights-0000 … does not"),
         "index names another file": (in_weight_map("optimizer",
@@ -400,7 +413,7 @@ ROLES = {
 
 # --------------------------------------------------------------------------------- steps that do not agree
 
-NLP = "nlp_fused_mp2"
+NLP, SECOND = "nlp_fused_mp2", "optimizer.shard01.pdopt"
 STEPS = {
     NLP: {
         "schedule of another step": (in_pickle("scheduler.pdparams", lambda data: data.update(last_epoch=6)),
@@ -412,6 +425,14 @@ STEPS = {
             step=step: edit_json(folder, "trainer_state.json", lambda data: data.update(global_step=step)),
             CheckpointError, f"trainer_state.json: global_step is {step}, last_epoch in scheduler.pdparams is 3")
             for step in (2, 6, 3000)},
+    },
+    V1: {
+        "one power of another step": (in_pickle(SECOND, powers(2, "linear_9.w_0_beta1")), CheckpointError,
+            "beta1_pow_acc, beta2_pow_acc): 0.7289 … and 0.8145 … optimizer.shard0"),
+        "optimizers of two steps": (in_pickle(SECOND, powers(2)), CheckpointError,
+            "the files are of different checkpoints … shard00.pdopt are after 3 steps … shard01.pdopt after 2"),
+        "optimizer of another step than its schedule": (every(*(in_pickle(f"optimizer.shard0{rank}.pdopt", powers(6))
+            for rank in (0, 1))), CheckpointError, "after 6 steps, but the learning-rate schedule is at step 3"),
     },
 }  # fmt: skip
 

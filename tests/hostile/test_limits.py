@@ -17,8 +17,9 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import UsageError
+from tests.hostile.damage import copied, sound
 
-CASE = Path(__file__).parents[1] / "golden/cases/mp2pp2sh2_s1v2_meta_ema/checkpoint-3"
+CASE = "mp2pp2sh2_s1v2_meta_ema"
 MIB = 1 << 20
 ROOM_BYTES = 160 * MIB
 """Beyond what the process has before it begins; a window of each file, a JSON text, the limits' own allowances."""
@@ -65,7 +66,7 @@ def run(*lines: list[str]) -> list[tuple[int, str]]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(CASE, tmp_path / "source", copy_function=shutil.copyfile))
+    return copied(CASE, tmp_path / "source")
 
 
 def check_all(sources: dict[Path, str]) -> None:
@@ -123,7 +124,7 @@ NAMES = {
 def test_numbers_in_file_names(tmp_path: Path) -> None:
     sources = {}
     for number, (name, what) in enumerate(NAMES.items()):
-        source = Path(shutil.copytree(CASE, tmp_path / str(number), copy_function=shutil.copyfile))
+        source = copied(CASE, tmp_path / str(number))
         sources[source] = what
         (source / "model_meta.json").unlink()  # which tells other degrees
         if not name.endswith(".safetensors"):
@@ -156,7 +157,7 @@ PICKLES = {
 def test_pickles_that_are_all_structure(tmp_path: Path) -> None:
     sources = {}
     for attack, (body, what) in PICKLES.items():
-        source = Path(shutil.copytree(CASE, tmp_path / attack, copy_function=shutil.copyfile))
+        source = copied(CASE, tmp_path / attack)
         sources[source] = what
         next(source.glob("optimizer.*")).write_bytes(b"\x80\x04" + body + b".")
     check_all(sources)
@@ -172,7 +173,7 @@ JSONS = {
 def test_json_that_is_all_structure(tmp_path: Path) -> None:
     sources = {}
     for attack, (content, what) in JSONS.items():
-        source = Path(shutil.copytree(CASE, tmp_path / attack, copy_function=shutil.copyfile))
+        source = copied(CASE, tmp_path / attack)
         sources[source] = what
         (source / "config.json").write_bytes(content)
     check_all(sources)
@@ -181,5 +182,5 @@ def test_json_that_is_all_structure(tmp_path: Path) -> None:
 def test_headers_of_safetensors_that_are_all_structure(tmp_path: Path) -> None:
     header = b'{"a":[' + b"[]," * (10 * MIB) + b"[]]}"
     tmp_path.joinpath("model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    shutil.copy(CASE / "config.json", tmp_path)
+    shutil.copy(sound(CASE) / "config.json", tmp_path)
     check_all({tmp_path: "values"})

@@ -14,8 +14,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError
-from tests.conftest import case_directory
-from tests.hostile.damage import REMOVED, edited
+from tests.hostile.damage import REMOVED, copied, edit_json, edited, sound
 from tests.sampling import exhaustive
 
 Meta = dict[str, Any]
@@ -32,25 +31,12 @@ TARGETS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _source(case: str, folder: Path) -> Path:
-    source = folder / "source"
-    shutil.copytree(case_directory(case) / "checkpoint-3", source, copy_function=shutil.copyfile)
-    return source
-
-
-def _edit(source: Path, edit: Callable[[Meta], object]) -> None:
-    path = source / "model_meta.json"
-    meta = json.loads(path.read_bytes())
-    edit(meta)
-    path.write_text(json.dumps(meta))
-
-
 def test_degrees_beside_two_flexcheckpoints_are_said_not_to_be_compared(tmp_path: Path) -> None:
-    source, a, b = case_directory("mp2pp2sh2_s1v2_meta_ema") / "checkpoint-3", tmp_path / "a", tmp_path / "b"
+    source, a, b = sound("mp2pp2sh2_s1v2_meta_ema"), tmp_path / "a", tmp_path / "b"
     paddle_reshard.convert(source, a, format="flex", to="tp=2")
     shutil.copytree(a, b, copy_function=shutil.copyfile)
     assert not paddle_reshard.verify(a, b).remarks
-    _edit(b, lambda meta: meta["parallel_config"].update(mp_degree=4))
+    edit_json(b, "model_meta.json", lambda meta: meta["parallel_config"].update(mp_degree=4))
     report = paddle_reshard.verify(a, b)
     assert report
     assert any("model_meta.json is not compared, and differs" in remark for remark in report.remarks)
@@ -114,9 +100,9 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[Meta], object], str]] = {
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_what_contradicts_the_files_is_refused(name: str, tmp_path: Path) -> None:
     case, edit, told = CONTRADICTIONS[name]
-    source = _source(case, tmp_path)
+    source = copied(case, tmp_path / "source")
     assert paddle_reshard.inspect(source)
-    _edit(source, edit)
+    edit_json(source, "model_meta.json", edit)
     with pytest.raises(CheckpointError) as refused:
         paddle_reshard.inspect(source)
     assert re.search(told, str(refused.value)), str(refused.value)
@@ -133,29 +119,30 @@ IDLE: dict[str, Callable[[Meta], object]] = {
 @pytest.mark.parametrize("name", IDLE)
 @pytest.mark.parametrize("case", ["sh2_s1v1_meta", "sh2_s1v1_meta_fp32", "sh2_s1v2_meta"])
 def test_what_no_file_can_prove_changes_no_byte(case: str, name: str, tmp_path: Path) -> None:
-    source = _source(case, tmp_path)
+    source = copied(case, tmp_path / "source")
 
     def made() -> list[str]:
         return [paddle_reshard.plan(source, tmp_path / "target", **target).plan.plan_id for target in TARGETS]
 
     before = made()
-    _edit(source, IDLE[name])
+    edit_json(source, "model_meta.json", IDLE[name])
     assert made() == before
-    report = paddle_reshard.verify(case_directory(case) / "checkpoint-3", source)
+    report = paddle_reshard.verify(sound(case), source)
     found = [*(difference.tensor for difference in report.differences), *report.remarks]
     assert found
     assert all(entry.startswith("model_meta.json") for entry in found)
 
 
 def test_the_order_of_entries_is_no_difference(tmp_path: Path) -> None:
-    source = _source("sh2_s1v1_meta", tmp_path)
-    _edit(
+    source = copied("sh2_s1v1_meta", tmp_path / "source")
+    edit_json(
         source,
+        "model_meta.json",
         lambda meta: [
             cell.update(param_meta=dict(reversed([*cell.pop("param_meta").items()]))) for cell in _cells(meta)
         ],
     )
-    report = paddle_reshard.verify(case_directory("sh2_s1v1_meta") / "checkpoint-3", source)
+    report = paddle_reshard.verify(sound("sh2_s1v1_meta"), source)
     assert report.equal
     assert not report.remarks
 
@@ -217,7 +204,7 @@ def _at(meta: Meta, at: tuple[Any, ...]) -> Any:
 )
 def test_no_entry_is_changed_or_removed_unnoticed(case: str, tmp_path: Path) -> None:
     """One of every kind: ``verify A B`` refuses the other, or names the file."""
-    source = _source(case, tmp_path)
+    source = copied(case, tmp_path / "source")
     meta = json.loads((source / "model_meta.json").read_bytes())
     one_of_each = {_described(at): at for at in reversed([*_entries(meta)])}
     unnoticed = []
@@ -226,7 +213,7 @@ def test_no_entry_is_changed_or_removed_unnoticed(case: str, tmp_path: Path) -> 
             odd = edited(meta, at, REMOVED if deed == "removed" else _another(_at(meta, at)))
             (source / "model_meta.json").write_text(json.dumps(odd))
             try:
-                report = paddle_reshard.verify(case_directory(case) / "checkpoint-3", source)
+                report = paddle_reshard.verify(sound(case), source)
             except ReshardError:
                 continue
             found = [*(difference.tensor for difference in report.differences), *report.remarks]

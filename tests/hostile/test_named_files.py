@@ -102,15 +102,3 @@ def test_metadata_name_only_what_was_listed(name: str, made: Callable[[str], Pat
     if not name.startswith(".."):
         (folder / "out.dis").unlink()
     refused(folder, tmp_path / "t")
-
-
-@pytest.mark.parametrize(
-    "name", ["../../outside/tp00_pp00", "/etc/hosts", "tp00_pp00\0", "tp01_pp01", "config.json"]
-)
-def test_cells_of_model_meta_are_no_paths(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    shutil.copytree(SOURCE, folder, copy_function=shutil.copyfile)
-    data = json.loads((folder / "model_meta.json").read_text())
-    data["sharding_metas"][name] = data["sharding_metas"].pop("tp00_pp00")
-    (folder / "model_meta.json").write_text(json.dumps(data))
-    assert "model_meta.json" in refused(folder, tmp_path / "t")

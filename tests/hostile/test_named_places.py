@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import threading
 import time
@@ -16,12 +15,8 @@ from click.testing import CliRunner
 
 import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
-from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.local.source import LocalSource
-from paddle_reshard.storage.store import Receipt
-
-MANIFEST = "paddle_reshard.json"
+from tests.hostile.damage import copied_by_its_store
 
 
 class Listener:
@@ -51,55 +46,21 @@ def listener() -> Iterator[Listener]:
     made.socket.close()
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("source")
-    (folder / "a").write_bytes(bytes(range(250)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of one file, which the storage has copied from the source."""
-    folder = tmp_path_factory.mktemp("made") / "target"
-    folder.mkdir()
-    (folder / "b").write_bytes(bytes(range(100, 200)))
-    seen = LocalSource(source)
-    manifest = {
-        **manifest_head("1"),
-        "files": {"b": 100},
-        "source": {"location": str(source), "files": seen.sizes(), "versions": seen.versions()},
-        "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 100)}),
-    }
-    (folder / MANIFEST).write_bytes(format_manifest(manifest))
-    return folder
-
-
-def changed(made: Path, folder: Path, change: Any) -> Path:
-    """A copy of a target with another manifest."""
-    shutil.copytree(made, folder, copy_function=shutil.copyfile)
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    change(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
-
-
 @pytest.mark.parametrize("address", ["http://127.0.0.1:{}/c", "reference://::http://127.0.0.1:{}/c.json"])
-def test_no_address_of_a_manifest_is_asked(
-    address: str, made: Path, tmp_path: Path, listener: Listener
-) -> None:
+def test_no_address_of_a_manifest_is_asked(address: str, tmp_path: Path, listener: Listener) -> None:
     def name_it(manifest: dict[str, Any]) -> None:
         manifest["source"]["location"] = address.format(listener.port)
 
-    target = changed(made, tmp_path / "t", name_it)
+    target = copied_by_its_store(tmp_path, name_it)
     options = json.dumps({"headers": {"Authorization": "Bearer a-token"}})
     CliRunner().invoke(cli, ["verify", str(target), "--storage-options", options])
     assert listener.heard == []
 
 
 def test_what_the_storage_copied_is_compared_with_the_source_that_a_user_names(
-    source: Path, made: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    source, made = tmp_path / "source", copied_by_its_store(tmp_path)
     alone = paddle_reshard.check(made)
     assert (alone.intact, alone.unchecked_bytes) == (True, 100)
     assert alone.recorded_source == str(source)
@@ -112,7 +73,7 @@ def test_what_the_storage_copied_is_compared_with_the_source_that_a_user_names(
     assert CliRunner().invoke(cli, ["verify", str(made), "--source", str(tmp_path / "no")]).exit_code == 2
 
 
-def test_no_path_of_a_manifest_leads_out_of_the_source(source: Path, made: Path, tmp_path: Path) -> None:
+def test_no_path_of_a_manifest_leads_out_of_the_source(tmp_path: Path) -> None:
     """One that claims to be of no size and no version, as a file that nobody has listed is."""
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(1000))
@@ -122,14 +83,14 @@ def test_no_path_of_a_manifest_leads_out_of_the_source(source: Path, made: Path,
         manifest["source"]["files"][outside] = manifest["source"]["versions"][outside] = None
         manifest["parts"]["b"]["copied"]["0"] = [outside, 0, ""]
 
-    target = changed(made, tmp_path / "t", name_it)
+    target = copied_by_its_store(tmp_path, name_it)
     with pytest.raises(FormatError, match="not a valid manifest"):
-        paddle_reshard.check(target, source=source)
+        paddle_reshard.check(target, source=tmp_path / "source")
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "7", None, True])
-def test_sizes_in_a_manifest_are_whole_numbers(bad: object, made: Path, tmp_path: Path) -> None:
-    target = changed(made, tmp_path / "t", lambda manifest: manifest["files"].update({"ghost": bad}))
+def test_sizes_in_a_manifest_are_whole_numbers(bad: object, tmp_path: Path) -> None:
+    target = copied_by_its_store(tmp_path, lambda manifest: manifest["files"].update({"ghost": bad}))
     with pytest.raises(FormatError):
         paddle_reshard.check(target)
 

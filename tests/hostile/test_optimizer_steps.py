@@ -1,14 +1,11 @@
-"""The powers of the betas tell after how many steps the optimizer was saved; states of two steps are refused.
+"""The powers of the betas tell after how many steps the optimizer was saved. Checkpoints of two steps: ``refusals.py``.
 
 The oracle is Paddle: its optimizers make the powers, of parameters that begin at different steps.
 """
 
 from __future__ import annotations
 
-import pickle
-import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,12 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.indexing.optimizer_steps import Powers, check_powers, find_steps
-from tests.conftest import case_directory
+from tests.hostile.damage import copied, edit_pickle
+from tests.hostile.refusals import V1, powers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
     import paddle
-
-CASE = "sh2_s1v1_meta_fp32"
 
 
 def of_paddle(
@@ -97,65 +93,9 @@ def test_what_tells_nothing_is_not_refused() -> None:
     check_powers(of(0.9, 0.999, 20_000), 20_000)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return Path(
-        shutil.copytree(
-            case_directory(CASE) / "checkpoint-3", tmp_path / "source", copy_function=shutil.copyfile
-        )
-    )
-
-
-def edit(path: Path, which: Callable[[str], bool], change: Callable[[np.float32], float]) -> None:
-    values = pickle.loads(path.read_bytes())
-    for key in values:
-        if "_pow_acc" in key and which(key):
-            array = values[key].copy()
-            array[...] = change(array.reshape(-1)[0])
-            values[key] = array
-    path.write_bytes(pickle.dumps(values, 4))
-
-
-def after(steps: int) -> dict[str, float]:
-    return {
-        name: float(np.multiply.accumulate(np.full(steps + 1, beta, np.float32))[-1])
-        for name, beta in (("beta1", 0.9), ("beta2", 0.95))
-    }
-
-
-def to(steps: int) -> Callable[[np.float32], float]:
-    """Powers of this case after other steps; it was saved after three."""
-    table = {np.float32(value): after(steps)[name] for name, value in after(3).items()}
-    return lambda value: table[value]
-
-
-def test_one_power_of_another_step_is_refused(source: Path, tmp_path: Path) -> None:
-    edit(source / "optimizer.shard01.pdopt", lambda key: key.startswith("linear_9.w_0_beta1"), to(2))
-    with pytest.raises(
-        CheckpointError, match=r"beta1_pow_acc, beta2_pow_acc\): 0\.7289\S* and 0\.8145"
-    ) as refused:
-        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
-    assert "optimizer.shard0" in str(refused.value)
-    assert not (tmp_path / "x").exists()
-
-
-def test_files_of_two_steps_are_refused(source: Path, tmp_path: Path) -> None:
-    edit(source / "optimizer.shard01.pdopt", lambda key: True, to(2))
-    with pytest.raises(CheckpointError, match="the files are of different checkpoints") as refused:
-        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
-    assert "shard00.pdopt are after 3 steps" in str(refused.value)
-    assert "shard01.pdopt after 2" in str(refused.value)
-
-
-def test_an_optimizer_of_another_step_than_its_schedule_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_parameter_that_began_late_is_converted(tmp_path: Path) -> None:
+    source = copied(V1, tmp_path / "source")
     for path in source.glob("optimizer.*"):
-        edit(path, lambda key: True, to(6))
-    with pytest.raises(CheckpointError, match="after 6 steps, but the learning-rate schedule is at step 3"):
-        paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
-
-
-def test_a_parameter_that_began_late_is_converted(source: Path, tmp_path: Path) -> None:
-    for path in source.glob("optimizer.*"):
-        edit(path, lambda key: key.startswith("linear_9.w_0_"), to(1))
+        edit_pickle(source, path.name, powers(1, "linear_9.w_0_"))
     paddle_reshard.convert(source, tmp_path / "x", to="tp=1")
     assert paddle_reshard.verify(source, tmp_path / "x")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import DriftError, ReshardError
 from paddle_reshard.pipeline.core.events import StepStarted
-from tests.hostile.damage import holder
+from tests.hostile.damage import copied, holder, sound
 from tests.hostile.messages import damaged, entry, recorded
-from tests.hostile.refusals import DAMAGES, DEMO, FIRST, FOUR, NORM, PLAIN, Damage, of_another_file, sound
+from tests.hostile.refusals import DAMAGES, DEMO, FIRST, FOUR, NORM, PLAIN, Damage, of_another_file
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -44,7 +43,7 @@ def test_refused_before_a_byte_is_written(damage: Damage, tmp_path: Path) -> Non
 def test_a_tensor_in_two_files_is_compared(tmp_path: Path) -> None:
     """A copy is one; what has other values is none."""
     key, other = f"{NORM}/moment2_0", f"optimizer-{FIRST}"
-    source = Path(shutil.copytree(sound(FOUR), tmp_path / "source", copy_function=shutil.copyfile))
+    source = copied(FOUR, tmp_path / "source")
     of_another_file("optimizer", key, other, lambda values: values)(source)
     paddle_reshard.convert(source, tmp_path / "equal", format="unified")
     of_another_file("optimizer", key, other, lambda values: values * 2)(source)
@@ -75,8 +74,7 @@ def test_no_message_is_recorded_twice_or_of_nothing() -> None:
 @pytest.fixture
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a sound checkpoint, of ``DEMO`` if no other is asked for."""
-    case = getattr(request, "param", DEMO)
-    return Path(shutil.copytree(sound(case), tmp_path / "source", copy_function=shutil.copyfile))
+    return copied(getattr(request, "param", DEMO), tmp_path / "source")
 
 
 MOMENT = "create_parameter_0.w_0_fp32_master_0_moment1_0"

@@ -27,8 +27,7 @@ from paddle_reshard.pipeline.indexing.small_files import (
     differences,
 )
 from paddle_reshard.storage.local.source import LocalSource
-from tests.conftest import case_directory
-from tests.hostile.damage import edited
+from tests.hostile.damage import copied, edited
 
 PADDLENLP, PADDLEFORMERS = "nlp_fused_mp2", "sh2_s1v1_meta_fp32"
 TRAINER_MODULE = "paddleformers.trainer.trainer_callback"
@@ -45,17 +44,9 @@ MAY_DIFFER_AS_FILES = {
 """Pattern of a file's path → why it may differ, or be missing, between equal checkpoints."""
 
 
-def copied(name: str, folder: Path) -> Path:
-    return Path(
-        shutil.copytree(
-            case_directory(name) / "checkpoint-3", folder / "checkpoint-3", copy_function=shutil.copyfile
-        )
-    )
-
-
 @pytest.fixture
 def nlp(tmp_path: Path) -> Path:
-    return copied(PADDLENLP, tmp_path)
+    return copied(PADDLENLP, tmp_path / "checkpoint-3")
 
 
 @pytest.fixture
@@ -66,7 +57,7 @@ def formers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("paddleformers", "paddleformers.trainer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, TRAINER_MODULE, module)
-    return copied(PADDLEFORMERS, tmp_path)
+    return copied(PADDLEFORMERS, tmp_path / "checkpoint-3")
 
 
 def load(path: Path) -> Any:
@@ -193,8 +184,6 @@ def test_an_empty_file_equals_an_empty_file_alone(tmp_path: Path) -> None:
     ("name", "entries", "told"),
     [
         ("config.json", {"rms_norm_eps": 1e-5}, "config.json: rms_norm_eps: 1e-06 in A, 1e-05 in B"),
-        ("config.json", {"rope_theta": 1e6}, "config.json: rope_theta: 10000.0 in A, 1000000.0 in B"),
-        ("trainer_state.json", {"epoch": 0.5}, "trainer_state.json: epoch: 0.75 in A, 0.5 in B"),
         ("generation_config.json", {"eos_token_id": 7}, "generation_config.json: eos_token_id: 2 in A, 7 in B"),
     ],
 )  # fmt: skip

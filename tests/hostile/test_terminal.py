@@ -6,20 +6,18 @@ import json
 import os
 import shutil
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paddle_reshard.pipeline.cli.terminal import printable
-from paddle_reshard.pipeline.convert.manifest import describe_parts, format_manifest, manifest_head
-from paddle_reshard.storage.local.source import LocalSource
+from paddle_reshard.pipeline.convert.manifest import describe_parts
 from paddle_reshard.storage.store import Receipt
-from tests.conftest import COMMITTED
+from tests.hostile.damage import copied, copied_by_its_store, sound
 from tests.jobs.command import run_here
 
-SOUND = COMMITTED / "mp2pp2sh2_s1v2_meta_ema" / "checkpoint-3"
+CASE = "mp2pp2sh2_s1v2_meta_ema"
 EVIL = "a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
 SHOWN = r"a\x1b]0;title\x07\x1b[2J[bold]b[/bold][link=x]\u202e:smile:\r\nforged: line\u200b\x9b31m"
 
@@ -45,44 +43,26 @@ def assert_harmless(told: str, shown: str = SHOWN) -> None:
     assert "".join(shown.split()) in squeezed, told
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Iterator[Any]:
-    """A target with one copied file; its manifest says whatever one likes."""
-
-    def make(**changes: Any) -> Path:
-        (tmp_path / "source").mkdir()
-        (tmp_path / "source" / "a").write_bytes(bytes(100))
-        (tmp_path / "t").mkdir()
-        (tmp_path / "t" / "b").write_bytes(bytes(100))
-        seen = LocalSource(tmp_path / "source")
-        manifest: dict[str, Any] = {
-            **manifest_head("1"),
-            "files": {"b": 100},
-            "source": {"location": "somewhere", "files": seen.sizes(), "versions": seen.versions()},
-            "parts": describe_parts([Receipt("b", 0, 100)], {("b", 0): ("a", 0)}),
-        }
-        for name, value in changes.items():
-            manifest[name] = {**manifest.get(name, {}), **value} if isinstance(value, dict) else value
-        (tmp_path / "t" / "paddle_reshard.json").write_bytes(format_manifest(manifest))
-        return tmp_path / "t"
-
-    yield make
+def test_the_location_in_a_manifest(tmp_path: Path) -> None:
+    evil = copied_by_its_store(tmp_path, lambda manifest: manifest["source"].update(location=EVIL))
+    assert_harmless(run("verify", evil))
 
 
-def test_the_location_in_a_manifest(target: Any) -> None:
-    assert_harmless(run("verify", target(source={"location": EVIL})))
-
-
-def test_a_file_that_a_manifest_names(target: Any) -> None:
+def test_a_file_that_a_manifest_names(tmp_path: Path) -> None:
     """As one of many damages, in an error, and in JSON."""
     parts = describe_parts([Receipt(EVIL, 0, 7, "", "abc")], {})
-    told = target(files={EVIL: 7}, parts=parts)
+
+    def name_it(manifest: dict[str, Any]) -> None:
+        manifest["files"][EVIL] = 7
+        manifest["parts"] |= parts
+
+    told = copied_by_its_store(tmp_path, name_it)
     assert_harmless(run("verify", told))
     assert run("verify", told, "--json").isascii()
 
 
 def test_a_file_of_a_checkpoint(tmp_path: Path) -> None:
-    shutil.copytree(SOUND, tmp_path / "c", copy_function=shutil.copyfile)
+    copied(CASE, tmp_path / "c")
     name = EVIL.replace("/", "|") + ".txt"
     (tmp_path / "c" / name).symlink_to("nowhere")
     assert_harmless(run("inspect", tmp_path / "c"), SHOWN.replace("/", "|"))
@@ -94,7 +74,7 @@ def test_a_file_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_in_a_folder_of_that_name(tmp_path: Path) -> None:
     folder = tmp_path / EVIL.replace("/", "|")
-    shutil.copytree(SOUND, folder, copy_function=shutil.copyfile)
+    copied(CASE, folder)
     shown = SHOWN.replace("/", "|")
     assert_harmless(run("inspect", folder), shown)
     assert_harmless(run("convert", folder, f"{folder}2", "--to", "tp=1"), shown)
@@ -104,13 +84,13 @@ def test_a_tensor(tmp_path: Path) -> None:
     """That no rule covers, so the error names it."""
     header = json.dumps({EVIL: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    shutil.copy(SOUND / "config.json", tmp_path)
+    shutil.copy(sound(CASE) / "config.json", tmp_path)
     assert_harmless(run("inspect", tmp_path))
 
 
 def test_a_log(tmp_path: Path) -> None:
     """Of a checkpoint that is refused with a link in its folder."""
-    shutil.copytree(SOUND, tmp_path / "run" / "checkpoint-3", copy_function=shutil.copyfile)
+    copied(CASE, tmp_path / "run" / "checkpoint-3")
     name = EVIL.replace("/", "|") + ".txt"
     (tmp_path / "run" / "checkpoint-3" / name).symlink_to("nowhere")
     watch = ("watch", tmp_path / "run", tmp_path / "out", "--to", "tp=1", "--once", "--settle", "0")

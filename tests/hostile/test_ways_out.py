@@ -19,7 +19,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from tests.conftest import REPO
 from tests.golden.test_folders_as_found import Tensors, copy_of, saved, tensors_of
-from tests.hostile.refusals import DAMAGES, sound
+from tests.hostile.damage import copied
+from tests.hostile.refusals import DAMAGES
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*(?![\w-])")
 OF_THE_TRAINER = {"--bf16", "--fp16", "--devices", "--nnodes", "--rank"}
@@ -77,7 +78,7 @@ def test_scripts_give_commands_options_that_they_have(script: str) -> None:
 
 def of(case: str, damage: Callable[[Path], object]) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        source = Path(shutil.copytree(sound(case), folder, copy_function=shutil.copyfile))
+        source = copied(case, folder)
         damage(source)
         return source
 
