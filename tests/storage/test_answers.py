@@ -10,9 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from click.testing import CliRunner
 
-from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import CheckpointError, TargetError
 from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.remote.retry_counts import count_retries
@@ -20,8 +18,8 @@ from paddle_reshard.storage.s3 import uploads as requests
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.s3.uploads import PartCheck
 from paddle_reshard.storage.store import Read
-from tests.storage.contents import SMALL, in_bucket
-from tests.storage.servers import HOST, Quiet, Store, serving
+from tests.storage.servers import HOST, Quiet, serving
+from tests.storage.test_reads import watch_botocore
 
 CONTENT = random.Random(3).randbytes(1000)
 TAG = '"0123456789abcdef0123456789abcdef"'
@@ -39,6 +37,8 @@ class _Liar(ThreadingHTTPServer):
     wanted: Callable[[str], bool]
     lie: Callable[[Told, int, int], Told]
     asked: list[str]
+    headers: list[dict[str, str]]
+    """Of each request that was asked; names in lower case."""
     alone: threading.Lock
 
     @property
@@ -56,6 +56,7 @@ class _Handler(Quiet):
     def answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append(self.path)
+        self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
         low, high = 0, len(CONTENT) - 1
         if "Range" in self.headers:
             low, high = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -86,7 +87,7 @@ class _Handler(Quiet):
 @pytest.fixture
 def liar() -> Iterator[_Liar]:
     server = _Liar((HOST, 0), _Handler)
-    server.asked, server.alone = [], threading.Lock()
+    server.asked, server.headers, server.alone = [], [], threading.Lock()
     with serving(server):
         yield server
 
@@ -278,17 +279,44 @@ def test_a_success_that_says_nothing_is_none(
         folder.attempt("a", ask, folder)
 
 
-# --------------------------------------------------------------------------------------------- conversions
+# ------------------------------------------------------------------------------------------------- headers
 
 
-def test_the_next_step_names_the_place_that_was_written(store: Store, bucket: str) -> None:
-    """Where the name of a folder has characters that mean something in other URLs."""
-    place = f"s3://{bucket}/q?x=1#2/y"
-    key, secret, url = (f'"{store.options[name]}"' for name in ("key", "secret", "endpoint_url"))
-    options = f'{{"key": {key}, "secret": {secret}, "endpoint_url": {url}}}'
-    arguments = ["convert", str(SMALL), place, "--to", "tp=1", "--storage-options", options]
-    told = CliRunner().invoke(cli, arguments)
-    assert told.exit_code == 0, told.output
-    assert f"paddle-reshard launch '{place}'" in told.stdout
-    assert "q?x=1#2/y/paddle_reshard.json" in in_bucket(store, bucket)
-    assert CliRunner().invoke(cli, [*arguments[:2], f"s3://{bucket}/q", *arguments[3:]]).exit_code == 0
+TOKEN = {"key": "k", "secret": "s", "token": "t"}
+SSE_C = {"SSECustomerKey": "0" * 32, "SSECustomerAlgorithm": "AES256"}
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "by_library"),
+    [
+        ({"key": "k", "secret": "s"}, {"if-match": TAG}, True),
+        (TOKEN, {"x-amz-security-token": "t"}, True),
+        ({"anon": True}, {}, True),
+        ({**TOKEN, "local_expiry_check": True}, {}, True),
+        ({**TOKEN, "requester_pays": True}, {"x-amz-request-payer": "requester"}, False),
+        (
+            {**TOKEN, "s3_additional_kwargs": SSE_C},
+            {"x-amz-server-side-encryption-customer-algorithm": "AES256", "x-amz-security-token": "t"},
+            False,
+        ),
+        ({**TOKEN, "config_kwargs": {"response_checksum_validation": "when_supported"}}, {}, False),
+        ({**TOKEN, "config_kwargs": {"signature_version": "s3"}}, {}, False),
+    ],
+)
+def test_reads_say_what_the_user_wants_of_every_request(
+    options: dict[str, Any], wanted: dict[str, str], by_library: bool, liar: _Liar
+) -> None:
+    source = open_source("s3://bucket/here", {**options, "endpoint_url": liar.options["endpoint_url"]})
+    liar.asked.clear()
+    liar.headers.clear()
+    by_botocore = watch_botocore(source)
+    for start in (0, 10, 30):
+        assert source.read("file", start, 10) == CONTENT[start : start + 10]
+    assert len(by_botocore) == (0 if by_library else 3)
+    for number, headers in enumerate(liar.headers):
+        assert wanted.items() <= headers.items()
+        assert headers["range"] == ("bytes=0-9", "bytes=10-19", "bytes=30-39")[number]
+        assert ("authorization" in headers) == ("key" in options)
+        assert ("if-match" in headers) == ("local_expiry_check" not in options)
+        assert headers.get("x-amz-security-token") == options.get("token")
+        assert "X-Amz" not in liar.asked[number]

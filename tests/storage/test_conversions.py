@@ -27,19 +27,7 @@ from tests.storage.contents import (
 )
 from tests.storage.servers import Store
 
-# -------------------------------------------------------------------------------------- targets that are occupied
-
-
-def test_an_occupied_target_is_refused_before_anything_is_read(
-    store: Store, bucket: str, small_source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FsspecSource, "read_into", None)
-    store.client.put_object(Bucket=bucket, Key="c/file.txt", Body=b"mine")
-    for overwrite, message in ((False, "not empty"), (True, "there is file.txt")):
-        request = {"storage_options": store.options, "overwrite": overwrite, **TARGET}
-        with pytest.raises(TargetError, match=message):
-            paddle_reshard.convert(small_source, f"s3://{bucket}/c", **request)
-    assert in_bucket(store, bucket) == {"c/file.txt": b"mine"}
+# ---------------------------------------------------------------------------------- targets that are replaced
 
 
 def test_overwrite_leaves_nothing_of_the_old_checkpoint(

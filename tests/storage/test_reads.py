@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 import fsspec
@@ -19,7 +18,7 @@ from paddle_reshard.storage.remote.retry_counts import count_retries
 from paddle_reshard.storage.remote.source import FsspecSource
 from paddle_reshard.storage.s3.folder import S3Folder
 from paddle_reshard.storage.store import Read
-from tests.storage.servers import HOST, Proxy, Quiet, Store, first, serving
+from tests.storage.servers import HOST, Proxy, Store, first
 from tests.storage.test_stores import NAMES
 
 
@@ -129,79 +128,6 @@ def test_what_one_user_may_read_another_may_not(
     with pytest.raises(CheckpointError, match="access denied"):
         other.read("plain.bin", 0, 5)
     assert one.read("plain.bin", 5, 5) == contents["plain.bin"][5:10]
-
-
-# ------------------------------------------------------------------------------------------------- headers
-
-
-class _Recorder(ThreadingHTTPServer):
-    """A store that holds one file of zeros and remembers what it was asked."""
-
-    asked: list[dict[str, str]]
-    paths: list[str]
-
-
-class _Handler(Quiet):
-    server: _Recorder
-
-    def do_GET(self) -> None:
-        if "list-type" in self.path:
-            listed = b"<Contents><Key>here/file</Key><Size>100</Size><ETag>&quot;e&quot;</ETag></Contents>"
-            self.tell(200, {"ETag": '"e"'}, b"<ListBucketResult>" + listed + b"</ListBucketResult>")
-            return
-        self.server.paths.append(self.path)
-        self.server.asked.append({name.lower(): value for name, value in self.headers.items()})
-        low, high = self.headers["Range"].removeprefix("bytes=").split("-")
-        said = {"ETag": '"e"', "Content-Range": f"bytes {low}-{high}/100"}
-        self.tell(206, said, bytes(int(high) - int(low) + 1))
-
-
-@pytest.fixture
-def recorder() -> Iterator[_Recorder]:
-    server = _Recorder((HOST, 0), _Handler)
-    server.daemon_threads = True
-    server.asked, server.paths = [], []
-    with serving(server):
-        yield server
-
-
-TOKEN = {"key": "k", "secret": "s", "token": "t"}
-SSE_C = {"SSECustomerKey": "0" * 32, "SSECustomerAlgorithm": "AES256"}
-
-
-@pytest.mark.parametrize(
-    ("options", "wanted", "by_library"),
-    [
-        ({"key": "k", "secret": "s"}, {"if-match": '"e"'}, True),
-        (TOKEN, {"x-amz-security-token": "t"}, True),
-        ({"anon": True}, {}, True),
-        ({**TOKEN, "local_expiry_check": True}, {}, True),
-        ({**TOKEN, "requester_pays": True}, {"x-amz-request-payer": "requester"}, False),
-        (
-            {**TOKEN, "s3_additional_kwargs": SSE_C},
-            {"x-amz-server-side-encryption-customer-algorithm": "AES256", "x-amz-security-token": "t"},
-            False,
-        ),
-        ({**TOKEN, "config_kwargs": {"response_checksum_validation": "when_supported"}}, {}, False),
-        ({**TOKEN, "config_kwargs": {"signature_version": "s3"}}, {}, False),
-    ],
-)
-def test_reads_say_what_the_user_wants_of_every_request(
-    options: dict[str, Any], wanted: dict[str, str], by_library: bool, recorder: _Recorder
-) -> None:
-    url = f"http://{HOST}:{recorder.server_address[1]}"
-    source = open_source("s3://bucket/here", {**options, "endpoint_url": url})
-    by_botocore = watch_botocore(source)
-    for start in (0, 10, 30):
-        assert source.read("file", start, 10) == bytes(10)
-    assert len(by_botocore) == (0 if by_library else 3)
-    for number, headers in enumerate(recorder.asked):
-        assert wanted.items() <= headers.items()
-        assert headers["range"] == ("bytes=0-9", "bytes=10-19", "bytes=30-39")[number]
-        assert ("authorization" in headers) == ("key" in options)
-        assert ("if-match" in headers) == ("local_expiry_check" not in options)
-        assert headers.get("x-amz-security-token") == options.get("token")
-        assert "X-Amz" not in recorder.paths[number]
 
 
 def test_a_store_that_permits_only_what_botocore_asks(

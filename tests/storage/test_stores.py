@@ -271,7 +271,7 @@ def test_the_checkpoint_of_a_trainer_is_never_replaced(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    "theirs", ["optimizer.py", "notes.txt", "checkpoint-100/config.json", "runs/events.1"]
+    "theirs", ["optimizer.py", "notes.txt", "checkpoint-100/config.json", "model_state/diary.txt"]
 )
 def test_a_conversion_with_something_of_others_is_not_replaced(
     theirs: str, place: Place, for_four: dict[str, bytes]

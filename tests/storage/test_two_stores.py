@@ -16,15 +16,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.main import cli
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.storage.locate import source_access, target_access
-from tests.storage.contents import (
-    ONE_CARD,
-    SMALL,
-    TARGET,
-    assert_same_checkpoint,
-    fill_bucket,
-    in_bucket,
-    in_folder,
-)
+from tests.storage.contents import SMALL, TARGET, assert_same_checkpoint, fill_bucket, in_bucket, in_folder
 from tests.storage.servers import Store, running_store
 
 
@@ -73,18 +65,6 @@ def test_from_one_store_to_another(
     told = [repr(planned), repr(report), caplog.text, *map(repr, made.values())]
     hidden = [options[name] for options in reach["storage_options"].values() for name in ("key", "secret")]
     assert [secret for secret in hidden for text in told if secret in text] == []
-
-
-def test_options_of_one_side_replace_those_of_both(
-    store: Store, other: Store, small_source: str, there: str
-) -> None:
-    target = f"s3://{there}/c"
-    paddle_reshard.convert(
-        small_source, target, storage_options={**store.options, "target": other.options}, **ONE_CARD
-    )
-    assert paddle_reshard.verify(
-        SMALL, target, storage_options={"key": "wrong", "target": other.options}
-    ).equal
 
 
 @pytest.mark.full  # `watch` takes the same options
