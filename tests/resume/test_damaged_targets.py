@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import paddle_reshard
+from paddle_reshard.pipeline.convert.integrity import IntegrityReport
 from paddle_reshard.pipeline.convert.manifest import parse_manifest
 from paddle_reshard.pipeline.core.errors import FormatError, TargetError
 from tests.storage.servers import Store
@@ -97,21 +98,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_verify_of_one_target_finds(damage: str, target: Path) -> None:
-    assert paddle_reshard.check(target)
+def test_verify_finds_it_and_resuming_does_not_say_that_all_is_done(
+    damage: str, source: Path, target: Path
+) -> None:
     change, path, detail = DAMAGES[damage]
     change(target)
+    before = sorted(p.name for p in target.iterdir())
     report = paddle_reshard.check(target)
     assert not report
     assert [d for d in report.damages if d.path == path and detail in d.detail], report.damages
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_resuming_a_damaged_target_does_not_say_that_all_is_done(
-    damage: str, source: Path, target: Path
-) -> None:
-    DAMAGES[damage][0](target)
-    before = sorted(p.name for p in target.iterdir())
     with pytest.raises(TargetError) as refused:
         paddle_reshard.convert(source, target, resume=True, **ONE)
     if damage != "a file forgotten" and damage != "a file forgotten and gone":  # another plan by its files
@@ -119,12 +114,22 @@ def test_resuming_a_damaged_target_does_not_say_that_all_is_done(
     assert sorted(p.name for p in target.iterdir()) == before
 
 
+def assert_flipped(report: IntegrityReport, size_bytes: int) -> None:
+    """The part that has the one byte that is another."""
+    (damage,) = report.damages
+    assert damage.path == "optimizer.pdopt" and "the manifest says" in damage.detail
+    assert damage.byte_offset <= size_bytes // 2 < damage.byte_offset + damage.nbytes
+
+
 def test_a_large_file_is_read_only_on_request(source: Path, target: Path) -> None:
-    assert (target / "optimizer.pdopt").stat().st_size > 1 << 20
-    assert paddle_reshard.check(target)
+    size_bytes = (target / "optimizer.pdopt").stat().st_size
+    assert size_bytes > 1 << 20
+    whole = paddle_reshard.check(target)
+    assert whole and whole.unchecked_bytes == 0
+    assert whole.read_bytes == sum(p.stat().st_size for p in target.iterdir() if p.name != MANIFEST)
     flipped("optimizer.pdopt")(target)
     paddle_reshard.convert(source, target, resume=True, **ONE)
-    assert [damage.path for damage in paddle_reshard.check(target).damages] == ["optimizer.pdopt"]
+    assert_flipped(paddle_reshard.check(target), size_bytes)
 
 
 def test_an_object_store_detects_a_changed_object_by_its_etag(
@@ -139,6 +144,7 @@ def test_an_object_store_detects_a_changed_object_by_its_etag(
     paddle_reshard.convert(source, place, resume=True, **options)
     data[len(data) // 2] ^= 1
     store.client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
+    assert_flipped(paddle_reshard.check(place, storage_options=store.options), len(data))
     with pytest.raises(TargetError, match=r"finished, but damaged: optimizer\.pdopt"):
         paddle_reshard.convert(source, place, resume=True, **options)
     store.client.put_object(Bucket=bucket, Key=key, Body=b"")

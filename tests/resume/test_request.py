@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.request.record import KEPT, LARGEST_KEPT_BYTES
 from tests.golden.fp8 import store_as_fp8
 from tests.golden.wide import write_wide
 from tests.jobs.command import run_here as run
-from tests.resume.conftest import GROUP_BYTES, SIZED, Driver, Stop, begin, stopping
+from tests.resume.conftest import GROUP_BYTES, SIZED, Stop, begin, stopping
 from tests.sized import in_groups
 from tests.storage.contents import in_bucket, in_folder
 from tests.storage.servers import Store
@@ -154,21 +154,6 @@ def test_several_targets_resume_by_their_paths(source: Path, tmp_path: Path) -> 
         assert made == wanted
 
 
-def test_a_killed_process_is_resumed(driver: Driver, source: Path, tmp_path: Path) -> None:
-    """The kill may come at any moment after the record is there: what was asked is in it from its first byte on."""
-    wanted = undisturbed(source, tmp_path / "w" / "t", to="tp=1", memory="256MiB")
-    for number, effect in enumerate(("os.rename session.json.new", "pwrite", "write")):
-        target = tmp_path / str(number) / "t"
-        target.parent.mkdir()
-        first = {"to": "tp=1", "memory": "256MiB"}
-        assert driver.convert(source, target, of=effect, kill_at=2, after=False, request=first) == {
-            "killed": 9
-        }
-        answer = driver.convert(source, target, request={"to": None, "resume": True})
-        assert answer["groups"] + answer["resumed"] == answer["planned"]
-        assert in_folder(target) == wanted
-
-
 def test_on_s3(source: Path, store: Store, bucket: str) -> None:
     reach = {"storage_options": store.options}
     SIZED.convert(source, f"s3://{bucket}/wanted", format="flex", max_shard_size="200KB", **reach)
@@ -221,12 +206,6 @@ def test_another_file_is_refused_and_a_large_one_is_given_again(source: Path, tm
     ):
         SIZED.convert(source, tmp_path / "t", resume=True, config=source / "config.json")
     SIZED.convert(source, tmp_path / "t", resume=True, config=config)
-
-
-def test_nothing_to_resume_is_wrong_usage(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to resume here"):
-        SIZED.convert(source, tmp_path / "t", resume=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"drop": ["ema"]}])

@@ -127,12 +127,6 @@ def test_another_version_is_refused(source: Path, unfinished: Path, monkeypatch:
         SIZED.convert(source, unfinished, resume=True, **ONE)
 
 
-def test_a_session_that_is_none_is_refused(source: Path, unfinished: Path) -> None:
-    _session(unfinished).write_text('{"lock": 1}')
-    with pytest.raises(TargetError, match=r"session\.json: is not the record of a conversion"):
-        SIZED.convert(source, unfinished, resume=True, **ONE)
-
-
 def test_a_torn_line_of_the_ledger_does_not_count() -> None:
     records = [Record(0, (Receipt("a", 0, 5, "", "12"),), ("drift",)), Record(1, ())]
     lines = b"".join(map(ledger_line, records))
@@ -205,14 +199,6 @@ def test_the_lock_of_a_process_elsewhere_is_waited_for(
     assert 100 < waited[0] <= 121
 
 
-def test_a_lock_expires(source: Path, unfinished: Path) -> None:
-    _held_by(unfinished, host="gpu-7", machine="other")
-    record = json.loads(_session(unfinished).read_text())
-    record["lock"]["renewed_at"] -= record["lock"]["lease_seconds"]
-    _session(unfinished).write_text(json.dumps(record))
-    assert SIZED.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
-
-
 def test_a_process_of_this_host_that_has_ended_frees_it_at_once(source: Path, unfinished: Path) -> None:
     _held_by(unfinished, started="long ago")
     assert SIZED.convert(source, unfinished, resume=True, **ONE).moved.resumed_groups == 2
@@ -258,20 +244,6 @@ def test_cleaning_removes_what_is_unfinished_and_nothing_else(source: Path, unfi
     assert in_folder(unfinished) == made
 
 
-def test_cleaning_brings_a_replaced_checkpoint_back(driver: Driver, source: Path, target: Path) -> None:
-    SIZED.convert(source, target, to="tp=1")
-    before = in_folder(target)
-    request = {"to": "tp=2", "overwrite": True}
-    driver.convert(source, target, request=request, of=f"os.rename {target.name}", kill_at=1, after=False)
-    assert driver.convert(
-        source, target, request={**request, "resume": True}, of="os.rename files", kill_at=1
-    ) == {"killed": 9}
-    assert not target.exists()
-    paddle_reshard.clean(target)
-    assert in_folder(target) == before
-    assert list(target.parent.iterdir()) == [target]
-
-
 @pytest.mark.parametrize(
     ("of", "nth", "after"),
     [
@@ -300,26 +272,6 @@ def test_cleaning_a_bucket(
 
 
 # -------------------------------------------------------------------------------------------- one target alone
-
-
-@pytest.mark.parametrize("scheme", ["file", "s3"])
-def test_one_flipped_bit_is_found(scheme: str, source: Path, target: Path, store: Store, bucket: str) -> None:
-    where = str(target) if scheme == "file" else f"s3://{bucket}/t"
-    SIZED.convert(source, where, storage_options=store.options, **ONE)
-    found = paddle_reshard.check(where, storage_options=store.options)
-    assert found.intact and found.unchecked_bytes == 0
-    made = in_folder(target) if scheme == "file" else in_bucket(store, bucket, "t/")
-    assert found.read_bytes == sum(len(c) for name, c in made.items() if name != "paddle_reshard.json")
-    content = bytearray(made["optimizer.pdopt"])
-    content[1_000_000] ^= 4
-    if scheme == "file":
-        (target / "optimizer.pdopt").write_bytes(content)
-    else:
-        store.client.put_object(Bucket=bucket, Key="t/optimizer.pdopt", Body=bytes(content))
-    (damage,) = paddle_reshard.check(where, storage_options=store.options).damages
-    assert damage.path == "optimizer.pdopt"
-    assert damage.byte_offset <= 1_000_000 < damage.byte_offset + damage.nbytes
-    assert "the manifest says" in damage.detail
 
 
 @pytest.mark.parametrize(
