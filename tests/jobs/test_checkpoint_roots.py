@@ -31,10 +31,13 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointR
 
 
 def test_a_root_is_empty_until_something_is_put_there(root: CheckpointRoot) -> None:
+    assert not root.is_there()
     assert root.folders() == []
     assert root.files("checkpoint-3") == {}
     assert root.read("seen/x.json") is None
     assert root.remove("checkpoint-3", bool) is None
+    root.replace("checkpoint-3/a", b"a")
+    assert root.is_there()
 
 
 def test_files_and_folders_are_listed_with_stamps_that_change(root: CheckpointRoot) -> None:
@@ -169,9 +172,3 @@ def test_the_disk_keeps_no_working_files(tmp_path: Path) -> None:
     for data in (b"a", b"b", b"c"):
         root.replace("deep/seen/x.json", data)
     assert snapshot(tmp_path) == {"deep/seen/x.json": b"c"}
-
-
-def test_a_root_is_there_once_something_lies_on_it(root: CheckpointRoot) -> None:
-    assert not root.is_there()
-    root.replace("checkpoint-3/a", b"a")
-    assert root.is_there()

@@ -137,7 +137,9 @@ def test_records_survive_json() -> None:
     record = ended(begun(SEEN), OSError("é"), NEW, 1000.0)
     data = json.dumps(asdict(record)).encode()
     assert CheckpointRecord.parse(data) == record
-    for broken in (data[:-1], data.replace(b"checkpoint-3", b"../x"), b"[]", b"{}", b" " * (1 << 17)):
+    odd_kinds = b'{"target": "checkpoint-3", "source_stamp": [], "since": {}}'
+    garbage = (b"", b"\0\xff\xfe", b"[]", b"{}", b'{"holder": {}, "state": "running"}', b" " * (1 << 17))
+    for broken in (data[:-1], data.replace(b"checkpoint-3", b"../x"), odd_kinds, *garbage):
         with pytest.raises(ValueError, match="not a record"):
             CheckpointRecord.parse(broken)
 
