@@ -64,28 +64,6 @@ def test_a_star_is_in_the_order_of_the_numbers() -> None:
     assert first["byte_base"].tolist() == source["byte_base"].tolist()
 
 
-def test_names_that_are_made_and_used_again() -> None:
-    """As PaddleFormers' own programs do."""
-    text = "qkv -> q, k, v, fused_qkv, num_heads=2, num_key_value_groups=1, axis=0\nq^T -> q\nk^T -> k"
-    catalog, _ = stored(trained({"qkv": ((4, 3), "float32")}, RNG), RNG)
-    made = apply_aoa(catalog, parse_aoa(text, "rules.aoa")).catalog
-    shapes = {t.key: t.global_shape for t in made.tensors if t.state == "moment1"}
-    assert shapes == {"q": (3, 2), "k": (3, 1), "v": (1, 3)}
-
-
-def test_what_is_told_of_a_program() -> None:
-    text = "a -> _\nnone.$LAYER_ID.w -> here.$LAYER_ID.w\n\nnone -> _"
-    told = outcome(text, ["a", "b"])
-    assert told.dropped == ("a",)
-    assert told.idle == ("rules.aoa, line 2", "rules.aoa, line 4")
-    assert {tensor.key for tensor in told.catalog.tensors} == {"b"}
-
-
-def test_what_is_used_goes_on_under_its_other_name() -> None:
-    assert keys("a -> x", ["a", "b"]) == ["b", "x"]
-    assert keys("a -> x\na -> y", ["a", "b"], untied=["y"]) == ["b", "x", "y"]
-
-
 @pytest.mark.parametrize(
     "lines", [("a -> a", "a -> b"), ("a -> b", "a -> a"), ("a -> a", "a, a -> b, axis=0")]
 )

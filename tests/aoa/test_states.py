@@ -10,7 +10,6 @@ from paddle_reshard.pipeline.changes.aoa.language import parse_aoa
 from paddle_reshard.pipeline.core.catalog import Catalog, check_catalog
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError
 from paddle_reshard.pipeline.core.mixture import Mixture, Term
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.planning.match import COMPARE, MOVE, plan_ops
 from tests.aoa.arrays import Arrays, gather, stored, trained
 from tests.oracle import round_to_bfloat16
@@ -57,18 +56,6 @@ def test_numbers_of_joined_tensors_are_copies_of_one() -> None:
     assert ops["kind"].tolist() == [MOVE] + [COMPARE] * (len(wanted) - 1)
 
 
-def test_a_number_goes_to_every_part_of_a_split() -> None:
-    arrays = trained(PAIR, RNG)
-    catalog, content = stored(arrays, RNG)
-    made = gather(apply("a -> x[0:3], axis=1", catalog).catalog, content)
-    for part in range(3):
-        assert made[f"x_{part}", "beta2_pow_acc"][0].tobytes() == arrays["a", "beta2_pow_acc"][0].tobytes()
-        assert (
-            made[f"x_{part}", "moment1"][0].tolist()
-            == arrays["a", "moment1"][0][:, part * 2 :][:, :2].tolist()
-        )
-
-
 def test_a_parameter_of_one_element_and_its_numbers() -> None:
     """They have the same shape, and only one of them is joined."""
     arrays = trained({"a": ((1,), "bfloat16"), "b": ((1,), "bfloat16")}, RNG)
@@ -102,29 +89,6 @@ def test_a_state_of_another_shape_can_be_renamed_but_not_cut() -> None:
     assert gather(apply("a -> z", catalog).catalog, content)["z", "moment1"][0].shape == (24,)
     with pytest.raises(PlanError, match=r"a \(moment1\) has shape \(24,\), its parameter \(4, 6\)"):
         apply("a -> x[0:2], axis=1", catalog)
-
-
-def test_parameters_left_out_stay_left_out() -> None:
-    catalog, content, arrays = sharded(PAIR, ("a", "b"))
-    made = apply("a^T, b^T -> c, axis=0", catalog).catalog
-    check_catalog(made)
-    index = made.index()
-    assert made.implied == {index["c", "param"]: index["c", "master_weight"]}
-    assert made.tensors[index["c", "param"]].dtype.name == "bfloat16"
-    held = Catalog(
-        Tensors(made.tensors[: index["c", "param"]] + made.tensors[index["c", "param"] + 1 :]),
-        made.files,
-        shifted(made, index["c", "param"]),
-        {},
-    )
-    joined = np.concatenate([arrays["a", "master_weight"][0].T, arrays["b", "master_weight"][0].T])
-    assert gather(held, content)["c", "master_weight"][0].tobytes() == joined.tobytes()
-
-
-def shifted(catalog: Catalog, without: int):
-    fragments = catalog.fragments.copy()
-    fragments["tensor"] = fragments["tensor"] - (fragments["tensor"] > without)
-    return fragments
 
 
 def test_joined_with_a_parameter_that_is_stored() -> None:

@@ -19,7 +19,6 @@ from paddle_reshard.pipeline.training.decisions import (
 from paddle_reshard.pipeline.training.stretches import (
     Weights,
     check_same,
-    count_elements,
     find_arrays,
     rank_file,
     stretches_of,
@@ -81,18 +80,6 @@ def test_an_average_whose_progress_is_unknown_cannot_continue(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         progress_of(saved, Averaging(0.9, start=start))
-
-
-def test_tensors_lie_one_after_the_other_at_multiples_of_64_bytes() -> None:
-    found = stretches_of(weights(w=(3, 4), b=(4,), scalar=(), empty=(0, 7)))
-    assert {key: (s.start, s.stop) for (_, key), s in found.items()} == {
-        "w": (0, 12),
-        "b": (16, 20),
-        "scalar": (32, 33),
-        "empty": (48, 48),
-    }
-    assert count_elements(found) == 48
-    assert count_elements({}) == 0
 
 
 def test_a_changed_set_of_tensors_is_refused_naming_one() -> None:

@@ -91,16 +91,6 @@ def test_the_last_checkpoint_with_the_average_of_all(
     assert (said["decay"], said["updates"], said["step"], said["divide_by"]) == (0.7, 3, 3, 1.0)
 
 
-def test_it_equals_the_average_during_training() -> None:
-    held: Tensors = {}
-    with AsyncEma(lambda: Weights(held), decay=0.7) as ema:
-        for step, values in enumerate(weights(), 1):
-            held.update(values)
-            ema.update(step)
-        state = ema.state().master_weights
-        oracle.assert_same_tensors({k: np.array(v) for k, v in state.items()}, by_decay(0.7))
-
-
 GIVEN = {"weights": (0.5, 0.2, 0.3), "uniform": (1 / 3, 1 / 3, 1 / 3)}
 
 
@@ -190,14 +180,6 @@ def test_a_killed_average_is_resumed(series: list[Path], tmp_path: Path) -> None
     assert {p.name: p.read_bytes() for p in killed.iterdir()} == {
         p.name: p.read_bytes() for p in whole.iterdir()
     }
-
-
-def test_another_checkpoint_in_the_series_is_another_conversion(series: list[Path], tmp_path: Path) -> None:
-    one, two, three = series
-    options = {"decay": 0.7, "to": "tp=1"}
-    subprocess.run([sys.executable, "-c", SCRIPT, one, two, three, tmp_path / "made"], cwd=REPO, timeout=120)
-    with pytest.raises(paddle_reshard.ReshardError, match=r"cannot be resumed: SRC0/"):
-        paddle_reshard.average([two, one, three], tmp_path / "made", **options, resume=True)
 
 
 def test_what_is_no_series_is_refused(series: list[Path], tmp_path: Path) -> None:

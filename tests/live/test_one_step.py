@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_reshard import CheckpointConverter, load_into
+from paddle_reshard import load_into
 from paddle_reshard.pipeline.core.errors import MasterDriftError
 from tests import oracle
 from tests.conftest import case_directory
@@ -71,15 +71,6 @@ def test_states_of_other_parameters_are_refused(
     told = re.match(REPORT, str(refused.value))
     assert told, str(refused.value)
     assert told[1] in job.keys
-
-
-def test_the_converter_of_upstream_refuses_them_too(tmp_path: Path) -> None:
-    source = of_another_step(tmp_path)
-    job = Job("small-families/qwen2_single")
-    state_dict = {"model": job.model, "optimizer": job.states}
-    arguments = SimpleNamespace(ignore_load_lr_and_optim=False)
-    with pytest.raises(MasterDriftError, match=REPORT):
-        CheckpointConverter(source, state_dict, job.names, arguments).load_from_hybrid_parallel_checkpoint()
 
 
 @pytest.mark.parametrize("name", ["mp2_tied", "small-families/qwen2_single", "mp2pp2sh2_s1v1_meta_ema"])

@@ -138,7 +138,7 @@ MUTANTS = (
         "pipeline/planning/match.py",
         "copies = source.fragments[~first]",
         'copies = source.fragments[source.fragments["replica"] == 1]',
-        ("tests/unit/test_each_element_once.py",),
+        ("tests/unit/test_match.py",),
     ),
     # ------------------------------------------------------------------------- each element once, none dropped
     Mutant(
@@ -146,42 +146,42 @@ MUTANTS = (
         "pipeline/planning/match.py",
         "wrong = np.flatnonzero(written != wanted)",
         "wrong = np.flatnonzero(written > wanted)",
-        ("tests/unit/test_each_element_once.py",),
+        ("tests/unit/test_match.py",),
     ),
     Mutant(
         "A target with elements that are written twice is planned.",
         "pipeline/planning/match.py",
         "wrong = np.flatnonzero(written != wanted)",
         "wrong = np.flatnonzero(written < wanted)",
-        ("tests/unit/test_each_element_once.py",),
+        ("tests/unit/test_match.py",),
     ),
     Mutant(
         "An optimizer state that the target does not hold is dropped in silence.",
         "pipeline/planning/match.py",
         'if described.state != "param" or master is None:',
         'if described.state != "param" and master is None:',
-        ("tests/unit/test_each_element_once.py",),
+        ("tests/unit/test_match.py",),
     ),
     Mutant(
         "A cast that no option asks for is made.",
         "pipeline/planning/match.py",
         "not in {*_CASTS, *casts}:",
         "in casts:",
-        ("tests/unit/test_each_element_once.py",),
+        ("tests/unit/test_match.py",),
     ),
     Mutant(
         "Two pieces of a tensor may overlap.",
         "pipeline/core/catalog.py",
         "overlaps = np.flatnonzero(i < j)",
         "overlaps = np.flatnonzero(i > i)",
-        ("tests/unit/test_catalog.py::test_an_overlap",),
+        ("tests/unit/test_catalog.py::test_a_tensor_that_is_not_whole",),
     ),
     Mutant(
         "A piece may reach beyond its file.",
         "pipeline/core/catalog.py",
         '(stop > sizes[block["file"]])',
         '(start > sizes[block["file"]])',
-        ("tests/unit/test_catalog.py::test_bytes_beyond_the_file",),
+        ("tests/unit/test_catalog.py::test_a_tensor_that_is_not_whole",),
     ),
     Mutant(
         "A plan that moves the rows of a box as its columns is proven complete.",
@@ -220,7 +220,7 @@ MUTANTS = (
         "tasks/cast.py",
         "lost = np.isinf(converted) & np.isfinite(wide)",
         "lost = np.isnan(converted) & np.isfinite(wide)",
-        ("tests/unit/test_boxes.py::test_casts_to_float16_refuse_what_is_too_large",),
+        ("tests/unit/test_huggingface.py::test_what_float16_cannot_hold",),
     ),
     # -------------------------------------------------------------------------- groups, padding, stages, names
     Mutant(
@@ -228,21 +228,21 @@ MUTANTS = (
         "pipeline/formats/sharding.py",
         "unit = ALIGNMENT_BYTES // dtype.itemsize * degree",
         "unit = ALIGNMENT_BYTES // dtype.itemsize",
-        ("tests/unit/test_sharding_rules.py::test_a_slice_may_be_padding_only",),
+        ("tests/unit/test_sharding_rules.py::test_stage1_v2_slices",),
     ),
     Mutant(
         "Stage 1 v2: a buffer is closed one parameter later where it is exactly full.",
         "pipeline/formats/sharding.py",
         "np.searchsorted(filled, before + limit_bytes)",
         'np.searchsorted(filled, before + limit_bytes, side="right")',
-        ("tests/unit/test_sharding_rules.py::test_a_buffer_is_full_when_it_reaches_the_limit",),
+        ("tests/unit/test_sharding_rules.py::test_buffers_are_grouped_as_paddle_groups_them",),
     ),
     Mutant(
         "Stage 1 v1: parameters of one size are handed out last first.",
         "pipeline/formats/sharding.py",
         "sorted(order, key=elements.__getitem__, reverse=True)",
         "sorted(order, key=elements.__getitem__)[::-1]",
-        ("tests/unit/test_sharding_rules.py::test_equal_sizes_keep_their_order",),
+        ("tests/unit/test_sharding_rules.py::test_stage1_v1_owners",),
     ),
     Mutant(
         "States follow each other as those of the first accumulator do, whatever they are called.",
@@ -438,14 +438,14 @@ MUTANTS = (
         "pipeline/changes/aoa/values.py",
         "offset=with_dim(segment.offset, axis, low - start + filled),",
         "offset=with_dim(segment.offset, axis, at - start + filled),",
-        ("tests/aoa/test_values.py",),
+        ("tests/aoa/test_fused.py",),
     ),
     Mutant(
         "permute moves the elements, but not the pieces that they came in.",
         "pipeline/changes/aoa/values.py",
         "offset=_picked(s.offset, order))",
         "offset=s.offset)",
-        ("tests/aoa/test_values.py",),
+        ("tests/aoa/test_fused.py",),
     ),
     # ------------------------------------------------------------------------------------------------ watching
     Mutant(
@@ -546,7 +546,7 @@ MUTANTS = (
         "pipeline/formats/hybrid/sharding_group.py",
         "start, stop = expected[stored.shard]",
         "start, stop = expected[min(expected)]",
-        ("tests/unit/test_sharding_group.py",),
+        ("tests/properties/test_conversions.py::test_a_shared_head_lies_last_in_the_buffers_of_its_chunk",),
     ),
     Mutant(
         "A tensor whole on a rank is taken with those like it, whichever rank model_meta.json names.",
@@ -616,7 +616,7 @@ MUTANTS = (
         "pipeline/convert/series.py",
         "*[(keep, take)] * (count - 1)",
         "*[(take, keep)] * (count - 1)",
-        ("tests/ema/test_weightings.py",),
+        ("tests/ema/test_series.py::test_the_last_checkpoint_with_the_average_of_all[tp=1-None]",),
     ),
     Mutant(
         "A checkpoint that is still written counts as damaged.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from paddle_reshard.pipeline.convert.run import run_conversion
 from paddle_reshard.pipeline.core.events import ignore_events
 from paddle_reshard.pipeline.examine.reading import Reader
 from paddle_reshard.pipeline.examine.verify import Scope, verify_with
-from paddle_reshard.pipeline.model import rules
 from paddle_reshard.storage.local.target import LocalTarget
 from paddle_reshard.storage.outputs import Outputs
 from tests.conftest import COMMITTED, REPO
@@ -56,14 +54,6 @@ def test_the_engine_that_is_shown_verifies(engine: Engine, tmp_path: Path) -> No
     file.write_bytes(content)
     (difference,) = verify_with(str(SOURCE), str(one), Scope(), reader).differences
     assert "model.layers.3.self_attn.k_proj.weight" in difference.tensor
-
-
-def test_a_family_is_one_file(tmp_path: Path) -> None:
-    """Copied from the nearest one, and given by ``--rules``."""
-    table = json.loads((Path(rules.__file__).parent / "llama.paddleformers.json").read_text("utf-8"))
-    own = tmp_path / "mine.json"
-    own.write_text(json.dumps({**table, "family": "mine"}))
-    assert paddle_reshard.inspect(SOURCE, rules=own).family == "mine"
 
 
 def test_every_section_is_in_the_list_and_names_its_files() -> None:

@@ -35,13 +35,6 @@ def assert_cast_as_paddle_does(values: np.ndarray) -> None:
     assert ours.tobytes() == theirs.tobytes()
 
 
-def test_random_bit_patterns() -> None:
-    """A million patterns: every exponent, either sign, about 4,000 NaNs with payloads."""
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
-    assert np.isnan(bits.view(np.float32)).sum() > 3_000
-    assert_cast_as_paddle_does(bits.view(np.float32).reshape(1024, -1))
-
-
 def test_every_upper_half_around_its_ties() -> None:
     """All 65,536 results, each with lower halves at, below and above the tie."""
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
@@ -71,13 +64,3 @@ def test_every_upper_half_around_its_ties() -> None:
 def test_special_values(bits: int, rounded: int) -> None:
     assert bfloat16_bits(from_bits(bits)).tolist() == [rounded]
     assert_cast_as_paddle_does(from_bits(bits))
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (1, 1, 1, 1)])
-def test_empty_and_tiny_arrays(shape: tuple[int, ...]) -> None:
-    assert bfloat16_bits(np.ones(shape, np.float32)).tolist() == np.full(shape, 0x3F80).tolist()
-
-
-def test_strided_input() -> None:
-    values = np.random.default_rng(1).integers(0, 1 << 32, (40, 60), dtype=np.uint32).view(np.float32)
-    assert bfloat16_bits(values.T[::3, 1::2]).tobytes() == paddle_bits(values)[1::2, ::3].T.tobytes()

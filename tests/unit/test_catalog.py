@@ -15,10 +15,8 @@ from paddle_reshard.pipeline.core.catalog import (
     check_catalog,
     fragment_row,
     fragment_rows,
-    hulls,
-    volumes,
 )
-from paddle_reshard.pipeline.core.errors import CoverageError
+from paddle_reshard.pipeline.core.errors import CheckpointError, CoverageError
 from paddle_reshard.pipeline.core.geometry import row_major_strides
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
 from paddle_reshard.pipeline.core.tensors import PARAM, Tensor, dtype_named
@@ -47,11 +45,6 @@ def refusal(shape: Sequence[int], *rows: FragmentRow) -> str:
     return str(caught.value)
 
 
-def test_a_tensor_in_pieces_is_whole() -> None:
-    check_catalog(catalog((4, 6), box((0, 0), (4, 2)), box((0, 2), (3, 4), file=1), box((3, 2), (1, 4))))
-    check_catalog(catalog((4, 6), box((0, 0), (4, 6)), box((0, 0), (4, 6), file=1, replica=1)))
-
-
 @pytest.mark.parametrize(
     ("shape", "rows", "told"),
     [
@@ -63,38 +56,15 @@ def test_a_tensor_in_pieces_is_whole() -> None:
         ((4, 6), [((1, 0), (4, 6))], "(1, 0, 0, 0, 0) of extents (4, 6, 1, 1, 1) lies outside the shape (4, 6)"),
         ((4, 6), [((-1, 0), (4, 6))], "a piece at (-1, 0, 0, 0, 0) of extents (4, 6, 1, 1, 1) lies outside"),
         ((4,), [((0, 0), (4, 2))], "lies outside the shape (4,)"),
+        ((4, 6), [((0, 0), (4, 4)), ((1, 3), (3, 3), 1)], "two pieces overlap: at (0, 0, 0, 0, 0) of extents "
+         "(4, 4, 1, 1, 1), and at (1, 3, 0, 0, 0) of extents (3, 3, 1, 1, 1) (in " + f"{ONE.path}, {TWO.path})"),
         ((4, 6), [((0, 0), (4, 6)), ((0, 0), (4, 6), 0, 950, 1)], "lie outside the file"),
+        ((4, 6), [((0, 0), (4, 6), 1, 905)], f"bytes [905, 1001) lie outside the file of 1000 bytes (in {TWO.path})"),
+        ((4, 6), [((0, 0), (4, 6), 1, -1)], "bytes [-1, 95) lie outside the file"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_is_not_whole(shape: tuple[int, ...], rows: list[Any], told: str) -> None:
     assert told in refusal(shape, *(box(*row) for row in rows))
-
-
-def test_an_overlap() -> None:
-    assert refusal((4, 6), box((0, 0), (4, 4)), box((1, 3), (3, 3), file=1)) == (
-        "model.norm.weight (moment1): two pieces overlap: at (0, 0, 0, 0, 0) of extents (4, 4, 1, 1, 1), and at "
-        "(1, 3, 0, 0, 0) of extents (3, 3, 1, 1, 1) (in optimizer.tp00.pdopt, optimizer.tp01.pdopt)"
-    )
-
-
-@pytest.mark.parametrize(("byte_base", "bytes_range"), [(905, "[905, 1001)"), (-1, "[-1, 95)")])
-def test_bytes_beyond_the_file(byte_base: int, bytes_range: str) -> None:
-    check_catalog(catalog((4, 6), box((0, 0), (4, 6), byte_base=1000 - 96)))
-    assert refusal((4, 6), box((0, 0), (4, 6), byte_base=byte_base, file=1)) == (
-        f"model.norm.weight (moment1): its bytes {bytes_range} lie outside the file of 1000 bytes "
-        "(in optimizer.tp01.pdopt)"
-    )
-
-
-def test_an_implied_tensor_needs_no_piece() -> None:
-    param = Tensor("model.norm.weight", PARAM, dtype_named("bfloat16"), (4, 6))
-    whole = catalog((4, 6), box((0, 0), (4, 6)))
-    both = Catalog(Tensors((*whole.tensors, param)), whole.files, whole.fragments, {1: 0})
-    check_catalog(both)
-    assert (
-        both.stored(1).rows().tobytes() == both.stored(0).rows().tobytes() == whole.fragments.rows().tobytes()
-    )
-    assert both.index() == {("model.norm.weight", "moment1"): 0, ("model.norm.weight", PARAM): 1}
 
 
 def test_fragments_cannot_be_changed() -> None:
@@ -135,11 +105,9 @@ def test_any_tiling_passes_and_any_tiling_with_one_fault_does_not(data: st.DataO
     refusal(shape, *(box(*b) for b in boxes))
 
 
-def test_volumes_and_hulls() -> None:
-    rows = fragment_rows([box((0, 0), (4, 2)), box((2,), (3,), byte_base=7)])
-    assert volumes(rows).tolist() == [8, 3]
-    start, stop = hulls(rows)
-    assert (start.tolist(), stop.tolist()) == ([100, 7], [132, 19])
+def test_no_tensor_has_more_dims_than_a_box() -> None:
+    with pytest.raises(CheckpointError, match="at most 5"):
+        Tensors([Tensor("a", PARAM, FLOAT32, (1,) * 6)])
 
 
 def test_what_is_borrowed_stays_borrowed_when_tensors_are_chosen() -> None:

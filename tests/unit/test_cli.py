@@ -71,13 +71,6 @@ def test_storage_options_that_cannot_be_read_are_told_without_them(given: str, m
     )
 
 
-def test_inspect_for_people_lists_rules_on_request() -> None:
-    done = run("inspect", DEMO, "--tensors")
-    assert done.returncode == 0
-    assert "tp=2,pp=2,sharding=2" in done.stdout
-    assert "tp cuts dim 1" in done.stdout
-
-
 def test_the_folder_of_a_run_is_distinguished_from_its_checkpoints() -> None:
     done = run("inspect", DEMO.parent)
     assert done.returncode == 1
@@ -103,14 +96,6 @@ def test_convert_prints_one_json_object(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stderr == ""
     assert data["moved"]["written_bytes"] == data["plan"]["write_bytes"]
-
-
-def test_convert_prints_one_line_per_step_without_a_terminal(tmp_path: Path) -> None:
-    done = run("convert", DEMO, tmp_path / "x", "--to", "pp=2")
-    steps = [line.split(":")[0] for line in done.stderr.splitlines()]
-    assert list(dict.fromkeys(steps)) == ["plan", "move", "verify", "publish"]  # a slow one has several lines
-    quiet = run("convert", DEMO, tmp_path / "y", "--to", "pp=2", "--quiet")
-    assert (quiet.stdout, quiet.stderr, quiet.returncode) == ("", "", 0)
 
 
 def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
@@ -193,12 +178,6 @@ def test_a_plan_for_a_place_says_what_is_free_there(tmp_path: Path) -> None:
     assert "\nfree\t" not in run("plan", DEMO, "--to", "tp=1").stdout
 
 
-def test_one_group_is_a_group(tmp_path: Path) -> None:
-    done = run("convert", DEMO, tmp_path / "x", "--format", "huggingface", "--memory", "16GiB")
-    assert "1 groups" not in done.stdout + done.stderr
-    assert " bytes" not in done.stderr, "sizes have units"
-
-
 def test_a_command_alone_prints_its_help_in_lines() -> None:
     done = run_alone()
     assert "Look:\n  inspect " in done.stderr
@@ -264,12 +243,6 @@ def test_refusals_are_one_sentence_and_a_status(
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_a_refusal_is_json_too(tmp_path: Path) -> None:
-    done = run("convert", DEMO, tmp_path / "x", "--to", "tp=3", "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["kind"] == "RuleError"
 
 
 def test_target_names_can_come_from_a_job_of_the_target_topology(tmp_path: Path) -> None:

@@ -114,11 +114,6 @@ def test_a_system_without_control_groups_has_no_limit() -> None:
     assert tightest_limit(None, {}.get) is None
 
 
-def test_this_machine_can_be_asked() -> None:
-    limit = tightest_limit(container._text(container.PROCESS), container._text)
-    assert limit is None or limit.limit_bytes > 0
-
-
 @pytest.fixture
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files of a container that leaves 4 MiB."""

@@ -277,10 +277,6 @@ def one(**changed):
     return dumped(metadata, module)
 
 
-def test_the_file_that_the_next_test_spoils_is_read():
-    assert entries(parse(one()))[0].total() == 1
-
-
 def test_lists_are_read_as_the_tuples_they_stand_for():
     both = [2, 3]
     assert same(parse(one(local_shape=both, global_shape=[4, 3])), parse(one()))

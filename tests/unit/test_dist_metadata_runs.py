@@ -83,14 +83,6 @@ def test_real_files_say_the_same_in_every_protocol(protocol, python, fitted):
     assert found == content(one_by_one(again)) == content(parse(data))
 
 
-@pytest.mark.parametrize("make", [replicated, flattened])
-def test_large_files_say_the_same_in_runs_and_one_by_one(make, fitted):
-    """Frames, batches of 1000 items, and references of both lengths."""
-    data = dumped(make(CLASSES, 12, 200), CLASSES)
-    assert content(parse(data)) == content(one_by_one(data))
-    assert sum(fitted) > 2000
-
-
 def mutable():
     """Files with few entries: of one layout, and with numpy numbers and texts."""
     return [dumped(replicated(CLASSES, 1, 24), CLASSES), dumped(flattened(CLASSES, 1, 12), CLASSES)]

@@ -251,12 +251,6 @@ def test_a_manifest_of_nested_lists_is_refused(one_card: Path, tmp_path: Path) -
     assert checked(done)["kind"] != "Defect"
 
 
-def test_a_plan_needs_no_target() -> None:
-    done = run_here("plan", DEMO, "--to", "tp=2,pp=2", "--json")
-    assert checked(done)["target"]["topology"]["pp"] == 2
-    assert paddle_reshard.plan(DEMO, to="tp=1").target_locations == ()
-
-
 # ------------------------------------------------------------------------------------------------------ tables
 
 

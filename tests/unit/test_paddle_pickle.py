@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import importlib
 import inspect
@@ -216,19 +215,6 @@ def test_every_real_file_is_indexed_as_pickle_loads_it(tmp_path, paddle):
     assert names > 1_000
 
 
-def test_the_empty_state_of_47_bytes():
-    """A bf16 run under sharding_io: every parameter lives on as a master weight only."""
-    data = pickle.dumps({STRUCTURED_NAMES: {}}, 4)
-    assert len(data) == 47
-    assert parse(data) == PicklePayload({STRUCTURED_NAMES: {}}, 4)
-
-
-def test_metadata_of_flex_checkpoint_is_refused_for_now():
-    for path in case_files(("dense", "moe"), "checkpoint-*/*/*.metadata"):
-        with pytest.raises(FormatError, match="forbidden_global"):
-            parse(path.read_bytes())
-
-
 # --- files made by Paddle -----------------------------------------------------------------------------
 
 
@@ -386,15 +372,6 @@ def test_arrays_that_paddle_cut_are_whole_again(paddle, cut_small, protocol):
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def test_payloads_are_jumped_over():
-    data = pickle.dumps({f"w{i}": np.zeros(1 << 20, "f4") for i in range(4)}, 4)
-    store = Ranges(data)
-    parse_pickle(store, len(data), "file")
-    assert len(store.reads) <= 5
-    assert max(nbytes for _, nbytes in store.reads) <= READ_AHEAD_BYTES
-    assert sum(nbytes for _, nbytes in store.reads) < len(data) // 20
-
-
 def test_small_files_are_read_at_once():
     data = pickle.dumps({f"w{i}": np.zeros(10, "f4") for i in range(100)}, 4)
     store = Ranges(data)
@@ -422,7 +399,8 @@ def test_every_dtype(dtype, protocol):
     array = np.frombuffer(rng.bytes(24 * np.dtype(dtype).itemsize), dtype).reshape(2, 3, 4)
     if dtype == "b1":
         array = array.view("u1") % 2 == 1
-    data = pickle.dumps({"c": array, "f": array.T, "s": np.ones((), dtype)[()]}, protocol)
+    cut = array[..., ::2]  # which NumPy writes as before in protocol 5
+    data = pickle.dumps({"c": array, "f": array.T, "n": cut, "s": np.ones((), dtype)[()]}, protocol)
     root = parse(data).root
     assert root["c"].dtype == dtype
     assert root["f"].axes == (2, 1, 0)
@@ -445,13 +423,6 @@ def test_payloads_of_writable_and_read_only_arrays(nbytes):
     assert data[payload.root["r"].byte_offset - (2 if nbytes < 256 else 5)] == (
         ord("C") if nbytes < 256 else ord("B")
     )
-
-
-def test_arrays_that_numpy_still_writes_as_before_in_protocol_5():
-    grid = np.arange(24, dtype="f4").reshape(4, 6)
-    data = pickle.dumps({"cut": grid[:, ::2], "whole": grid, "zero": grid[:0], "one": grid[0, 0]}, 5)
-    assert b"_reconstruct" in data
-    assert assert_same(data, parse(data).root, pickle.loads(data)) == 3
 
 
 NUMPY_2 = {  # numpy 2.4.6: arange(8, dtype="u1").reshape(2, 2, 2) with other orders of dims
@@ -522,7 +493,9 @@ def everything() -> dict[str, object]:
         "größe/层\n": {"层": "é" * 300, "long": "x" * 65536, "empty": ""},
         "numbers": [
             sign * (2**bits + more)
-            for sign, bits, more in itertools.product((1, -1), (0, 8, 16, 31, 63, 999), (-1, 0, 1))
+            for sign, bits, more in itertools.product(
+                (1, -1), (0, 7, 8, 15, 16, 31, 39, 63, 200, 999), (-1, 0, 1)
+            )
         ],
         "floats": (0.0, -0.0, 1e-300, math.inf, -math.inf, math.nan, 0.1),
         "plain": [None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
@@ -543,6 +516,8 @@ def test_what_is_written_is_what_pickle_loads_and_what_is_parsed(protocol):
     assert assert_same(data, parsed.root, expected_of(root, payloads)) == len(encoded.slots)
     ref = parsed.root["named"]
     assert (ref.name, ref.dtype, ref.shape, ref.axes) == ("linear_0.w_0", "f4", (5,), None)
+    if protocol == 5:
+        assert data == protocol5.dumps(made_of(root, payloads))
 
 
 class Named:
@@ -567,12 +542,6 @@ def made_of(value: object, payloads: dict[int, bytes]) -> object:
     if isinstance(value, bytes):
         return bytes(bytearray(value))
     return "".join(list(value)) if isinstance(value, str) else value
-
-
-def test_what_is_written_with_protocol_5_is_what_pickle_writes():
-    root = everything()
-    data, payloads = filled(encode_pickle(root, 5))
-    assert data == protocol5.dumps(made_of(root, payloads))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 2000, 2001])
@@ -617,35 +586,15 @@ def test_only_old_numpy_names_and_no_frames_are_written():
     assert [text.count(word) for word in (b"builtins", b"dtype", b"f4", b"ndarray")] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("dtype", "order"), [("u1", b"|"), ("b1", b"|"), ("u2", b"<"), ("f8", b"<")])
-def test_byte_order_is_written_as_numpy_writes_it(dtype, order):
-    head = encode_pickle({"w": ArraySlot(0, dtype, (1,), None)}).literals[0][1]
-    assert order in head
-    assert order.decode() == np.dtype(dtype).__reduce__()[2][1]
-
-
-def test_large_payloads_switch_their_opcode_at_4_gib():
-    for nbytes, opcode in ((2**32 - 1, b"B"), (2**32, b"\x8e"), (2**60, b"\x8e")):
-        encoded = encode_pickle(
-            {"w": ArraySlot(7, "u1", (nbytes,), None), "v": ArraySlot(8, "f4", (1,), None)}
-        )
-        (slot, byte_offset, length), (_, second, _) = encoded.slots
-        assert (slot, length) == (7, nbytes)
-        width = 4 if opcode == b"B" else 8
-        head = encoded.literals[0][1]
-        assert head.endswith(opcode + nbytes.to_bytes(width, "little"))
-        assert byte_offset == len(head)
-        assert encoded.literals[1][0] == byte_offset + nbytes
-        assert second == encoded.literals[1][0] + len(encoded.literals[1][1])
-
-
+@pytest.mark.parametrize("nbytes", [2**32 - 2, 2**32, 2**60], ids=["below", "4 GiB", "an exbibyte"])
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_a_payload_of_more_than_4_gib_is_parsed_from_the_layout_alone(protocol):
-    """The parser must not read the payload: there is none."""
-    slots = {"w": ArraySlot(0, "u2", (2**31, 3), "n"), "v": ArraySlot(1, "f4", (2,), "m")}
+def test_a_payload_of_4_gib_is_parsed_from_the_layout_alone(protocol, nbytes):
+    """The parser must not read the payload: there is none. From 4 GiB on a length has eight bytes."""
+    slots = {"w": ArraySlot(0, "u2", (nbytes // 2,), "n"), "v": ArraySlot(1, "f4", (2,), "m")}
     encoded = encode_pickle(slots, protocol)
 
     def read(byte_offset: int, nbytes: int) -> bytes:
+        assert nbytes <= READ_AHEAD_BYTES
         out = bytearray(nbytes)
         for start, data in encoded.literals:
             low, high = max(start, byte_offset), min(start + len(data), byte_offset + nbytes)
@@ -655,7 +604,7 @@ def test_a_payload_of_more_than_4_gib_is_parsed_from_the_layout_alone(protocol):
 
     root = parse_pickle(read, encoded.size_bytes, "file").root
     assert [(ref.byte_offset, ref.nbytes) for ref in root.values()] == [span[1:] for span in encoded.slots]
-    assert root["w"].shape == (2**31, 3)
+    assert root["w"].nbytes == nbytes
 
 
 def test_paddle_loads_what_is_written_by_the_legacy_route(paddle):
@@ -778,30 +727,3 @@ def test_any_tree_is_loaded_and_parsed_as_it_was_written(root, seed):
         warnings.filterwarnings("ignore", message="numpy.core")
         assert_same_loaded(pickle.loads(data), expected)
     assert_same(data, parse(data).root, expected)
-
-
-def test_parsing_needs_no_numpy_and_no_pickle(monkeypatch):
-    data = pickle.dumps({"w": np.arange(3.0), "s": np.float64(2)}, 4)
-    real_import = builtins.__import__
-
-    def guarded(name, *arguments, **options):
-        assert name.split(".")[0] not in ("numpy", "pickle", "paddle")
-        return real_import(name, *arguments, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(builtins, "__import__", guarded)
-        root = parse(data).root
-    assert root["s"] == 2.0
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_integers_are_as_short_as_python_writes_them(protocol: int) -> None:
-    values = [
-        sign * (2**bits + more)
-        for sign in (1, -1)
-        for bits in (7, 8, 15, 16, 31, 39, 63, 200)
-        for more in (-1, 0, 1)
-    ]
-    for value in values:
-        ((_, written),) = encode_pickle({"key": value}, protocol).literals
-        assert pickle.dumps(value, 3)[2:-1] in written, value

@@ -93,36 +93,16 @@ def test_steps_that_move_nothing_report_files_read_or_what_they_wait_for() -> No
     ]
 
 
-def test_every_command_that_reads_reports_its_progress(tmp_path: Path) -> None:
-    events: list[object] = []
-
-    def of(kind: type) -> list:
-        found = [event for event in events if isinstance(event, kind)]
-        events.clear()
-        return found
-
-    report = paddle_reshard.convert(SMALL, tmp_path / "t", to="tp=1", observe=events.append)
-    files = [event for event in events if isinstance(event, FilesRead)]
+def test_files_that_are_read_are_counted(tmp_path: Path) -> None:
     ranks = len([*SMALL.glob("*.pdparams"), *SMALL.glob("*.pdopt")]) - len([*SMALL.glob("scheduler.*")])
-    assert files[:ranks] == [FilesRead(done, ranks) for done in range(1, ranks + 1)]
-    assert len(files) > ranks  # those of the target, read back
-    names, values = zip(*report.facts(), strict=True)
-    assert names[-2:] == ("time", "done")
-    assert values[-2].endswith("/s written")
-    events.clear()
-    for act in (
-        paddle_reshard.inspect,
-        lambda *given, **more: paddle_reshard.plan(*given, to="tp=1", **more),
+    for act, options in (
+        (paddle_reshard.inspect, {}),
+        (paddle_reshard.plan, {"to": "tp=1"}),
     ):
-        act(SMALL, observe=events.append)
-        assert of(FilesRead)[-1] == FilesRead(ranks, ranks)
-    compared = paddle_reshard.verify(SMALL, tmp_path / "t", observe=events.append)
-    totals = [event.total_bytes for event in events if isinstance(event, StepStarted)]
-    assert totals == [compared.read_bytes] == [sum(event.done_bytes for event in of(Progress))]
-    paddle_reshard.check(tmp_path / "t", observe=events.append)
-    size = sum(path.stat().st_size for path in (tmp_path / "t").iterdir() if path.name != MANIFEST)
-    assert [event.total_bytes for event in events if isinstance(event, StepStarted)] == [size]
-    assert sum(event.done_bytes for event in of(Progress)) == size
+        events: list[object] = []
+        act(SMALL, **options, observe=events.append)
+        files = [event for event in events if isinstance(event, FilesRead)]
+        assert files == [FilesRead(done, ranks) for done in range(1, ranks + 1)]
 
 
 def test_slow_cleaning_is_reported(tmp_path: Path) -> None:

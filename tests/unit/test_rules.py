@@ -14,7 +14,6 @@ from paddle_reshard.pipeline.model.model import read_model
 from paddle_reshard.pipeline.model.rules.choose import choose_table
 from paddle_reshard.pipeline.model.rules.entries import derived_sizes
 from paddle_reshard.pipeline.model.rules.parse import parse_rule_table
-from paddle_reshard.pipeline.model.rules.rule import expected_shape
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import open_source
@@ -51,17 +50,6 @@ def shipped(convention: str) -> RuleTable:
 
 
 # --- reading a table ----------------------------------------------------------------------------------
-
-
-def test_a_table() -> None:
-    table = parse(table_of([row(split=1, where={"b": 1, "a": False})]))
-    (rule,) = table.rules
-    assert (rule.split, rule.parts, rule.where) == (1, 1, {"a": False, "b": 1})
-    assert [item.repeated for item in table.items] == [False, True]
-
-
-def test_a_comment_is_allowed() -> None:
-    assert parse(table_of([row()], comment="measured, see there")) == parse(table_of([row()]))
 
 
 def of_items(*items: dict[str, Any]) -> dict[str, Any]:
@@ -184,32 +172,6 @@ def test_a_model_type_is_found_in_the_text_of_its_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "tp", "dim"),
-    [
-        ("llama.embed_tokens.weight", 2, 0),
-        ("llama.embed_tokens.weight", 3, None),
-        ("llama.layers.0.self_attn.q_proj.weight", 2, 1),
-        ("llama.layers.0.self_attn.k_proj.weight", 3, 1),
-        ("llama.layers.0.self_attn.k_proj.weight", 2, None),
-        ("llama.layers.0.self_attn.o_proj.weight", 2, 0),
-        ("llama.layers.0.mlp.gate_up_fused_proj.weight", 2, 1),
-        ("llama.layers.0.mlp.down_proj.weight", 5, 0),
-        ("llama.layers.0.input_layernorm.weight", 2, None),
-        ("lm_head.weight", 2, 1),
-    ],
-)
-def test_which_dim_is_cut(key: str, tp: int, dim: int | None) -> None:
-    rule, _ = shipped("paddlenlp").find(key, CONFIG)
-    assert rule.split_dim(CONFIG, tp) == dim
-
-
-def test_a_tied_head_has_the_layout_of_the_embedding() -> None:
-    rule, _ = shipped("paddlenlp").find("lm_head.weight", CONFIG | {"tie_word_embeddings": True})
-    assert (rule.split, rule.tied_to) == (0, "llama.embed_tokens.weight")
-    assert rule.shape == ("vocab_size", "hidden_size")
-
-
-@pytest.mark.parametrize(
     ("key", "config", "told"),
     [
         ("llama.layers.1.self_attn.q_proj.weight", CONFIG, "tp=4 does not divide num_attention_heads=6 of the config"),
@@ -321,27 +283,10 @@ def test_sizes_that_the_config_leaves_out() -> None:
     assert derived_sizes({"hidden_size": 12, "num_attention_heads": 4, "head_dim": 8})["head_dim"] == 8
 
 
-def test_expected_shapes_are_sums_of_products() -> None:
-    (rule,) = parse(table_of([row(shape=["2*a*b + 3*c + 1", "b"])])).rules
-    assert expected_shape(rule, {"a": 2, "b": 5, "c": 7}) == (42, 5)
-    with pytest.raises(RuleError, match=r"needs c from config\.json"):
-        expected_shape(rule, {"a": 2, "b": 5})
-
-
 def write(folder: Path, model: synthetic.Model, **config: Any) -> Path:
     synthetic.write_checkpoint(model, folder)
     (folder / "config.json").write_text(json.dumps(model.config | config))
     return folder
-
-
-def test_a_shape_that_the_config_contradicts(tmp_path: Path) -> None:
-    source = write(tmp_path / "S", synthetic.Model(hidden=6, vocab=10), vocab_size=11)
-    with pytest.raises(RuleError) as caught:
-        paddle_reshard.inspect(source)
-    assert str(caught.value) == (
-        "model.embed_tokens.weight: config.json (vocab_size 11, hidden_size 6) and the rule table expect the shape "
-        "(11, 6), but the files of tp=1 ranks add up to (10, 6) (a rank holds (10, 6), cut along dim 0)"
-    )
 
 
 # --- a table of the user ------------------------------------------------------------------------------

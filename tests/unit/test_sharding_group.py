@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paddle_reshard.pipeline.core.errors import CoverageError
-from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, PARAM, dtype_named
+from paddle_reshard.pipeline.core.tensors import MASTER_WEIGHT, dtype_named
 from paddle_reshard.pipeline.formats.hybrid.arrays import StoredArray
 from paddle_reshard.pipeline.formats.hybrid.ranks import StoredCell
 from paddle_reshard.pipeline.formats.hybrid.sharding_group import ShardingGroup, one_number
@@ -32,17 +32,10 @@ def placed(
     strategy: str,
     arrays: list[StoredArray],
     slices: dict[int, tuple[int, int]] | None = None,
-    state: str = MASTER_WEIGHT,
     **facts: object,
-):
+) -> None:
     group = ShardingGroup(strategy, 2, {} if slices is None else {KEY: slices})
-    copies = group.copies(cell(**facts), KEY, state, arrays)
-    return [[(array.path, array.flat) for array in copy] for _, copy in copies]
-
-
-def test_slices_make_one_copy_in_the_order_of_their_ranks() -> None:
-    arrays = [stored(0, (4,)), stored(1, (252,))]
-    assert placed("stage1v2", arrays, CUT) == [[("rank0", (0, 4)), ("rank1", (4, 256))]]
+    list(group.copies(cell(**facts), KEY, MASTER_WEIGHT, arrays))
 
 
 def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> None:
@@ -51,24 +44,6 @@ def test_an_array_that_was_cut_when_it_was_saved_lies_in_several_places() -> Non
     group = ShardingGroup("stage1v2", 1, {KEY: {0: (0, 256)}})
     [(_, copy)] = group.copies(cell(), KEY, MASTER_WEIGHT, [split])
     assert [(array.byte_offset, array.flat) for array in copy] == [(100, (0, 5)), (300, (5, 256))]
-
-
-def test_stage_3_holds_large_tensors_in_slices_and_small_ones_on_every_rank() -> None:
-    equal = {0: (0, 64), 1: (64, 128)}
-    slices = [stored(0, (64,)), stored(1, (64,))]
-    assert placed("stage3", slices, equal) == [[("rank0", (0, 64)), ("rank1", (64, 128))]]
-    copies = [stored(0, SHAPE), stored(1, SHAPE)]
-    assert placed("stage3", copies) == [[("rank0", None)], [("rank1", None)]]
-
-
-def test_parameters_are_not_cut_whatever_the_strategy() -> None:
-    for strategy in ("none", "stage1v1", "stage1v2", "stage2", "stage3"):
-        assert placed(strategy, [stored(1, SHAPE)], CUT, PARAM) == [[("rank1", None)]]
-
-
-def test_several_copies_are_told_apart_by_their_number() -> None:
-    arrays = [stored(0, SHAPE, copy=0), stored(0, SHAPE, copy=1)]
-    assert placed("stage1v1", arrays) == [[("rank0", None)], [("rank0", None)]]
 
 
 @pytest.mark.parametrize(

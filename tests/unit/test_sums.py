@@ -40,16 +40,6 @@ def test_the_check_value_of_the_catalogue() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.binary(max_size=40), max_size=6))
-def test_remainders_of_pieces_add_up(pieces: list[bytes]) -> None:
-    whole = b"".join(pieces)
-    remainders = [crc.checksum_of(bit_by_bit(piece), len(piece)) for piece in pieces]
-    behind = [len(whole) - len(b"".join(pieces[: n + 1])) for n in range(len(pieces))]
-    found = crc.shifted(np.array(remainders, dtype=np.uint64), np.array(behind, dtype=np.int64))
-    assert crc.checksum_of(int(np.bitwise_xor.reduce(found)), len(whole)) == bit_by_bit(whole)
-
-
-@settings(deadline=None)
 @example(b"many", 200)
 @given(st.binary(min_size=1, max_size=60), st.integers(1, 7))
 def test_remainders_in_a_row(message: bytes, count: int) -> None:
@@ -126,18 +116,6 @@ def test_boxes_add_up_to_the_tensor(
         sums.CALL_BYTES, sums.SCRATCH_BYTES = before
     assert (found.tensor, found.dtype, found.elements) == (7, 1, tensor.size)
     assert crc.checksum_of(found.remainder, tensor.nbytes) == bit_by_bit(tensor.tobytes())
-
-
-def test_a_box_is_cast_before_it_is_added() -> None:
-    master = np.random.default_rng(1).standard_normal((300, 500)).astype("<f4")
-    added = Sums()
-    for first in (0, 200):
-        half = np.ascontiguousarray(master[first : first + 200 - first // 2])
-        box = DeviceBox(half.view(np.uint8).reshape(-1), 0, half.dtype, half.shape, half.strides)
-        added.add((0, 0), Whole.of(master.shape, np.dtype("<u2")), [SummedBox.of(box, (first, 0), 2)])
-    (found,) = added.totals()
-    rounded = cast(master, np.dtype("<u2"))
-    assert crc.checksum_of(found.remainder, rounded.nbytes) == crc64nvme(rounded.tobytes())
 
 
 @pytest.mark.parametrize("columns", [(0, 40), (0, 15, 40), (0, 15, 30)])

@@ -76,8 +76,3 @@ def test_what_is_printed_can_be_parsed(sizes: dict[str, int]) -> None:
 def test_a_mapping_is_checked_as_text_is(given: object, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Topology.of(given)  # type: ignore[arg-type]
-
-
-def test_one_card() -> None:
-    assert str(Topology()) == "tp=1"
-    assert Topology().world_size == 1
