@@ -5,11 +5,13 @@ what Paddle's loader does (``flex_checkpoint/dcp/utils.py``, ``assign_sharded_sl
 """
 
 import ast
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 
 import numpy as np
+import paddle
+from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeightDesc
 
 from paddle_reshard.pipeline.core.catalog import Catalog, File, check_catalog, fragment_row, fragment_rows
 from paddle_reshard.pipeline.core.tensor_columns import Tensors
@@ -20,12 +22,6 @@ Name = tuple[str, str]
 """``(key, state)``."""
 Arrays = dict[Name, tuple[Array, str]]
 """Values (bfloat16 as bit patterns) and the name of their dtype."""
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # importing paddle warns of a missing ccache
-    import paddle
-    from paddle.distributed.flex_checkpoint.aoa.aoa_engine import AOAEngine
-    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeightDesc
 
 SUFFIXES = {
     "param": "", "master_weight": ".w_0", "moment1": ".moment1_0", "moment2": ".moment2_0",

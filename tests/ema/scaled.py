@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-    import paddle
+import paddle
 
 
 def scale_master_weights(checkpoint: Path, scale: float) -> None:

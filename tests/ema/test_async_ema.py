@@ -6,20 +6,16 @@ import json
 import logging
 import os
 import signal
-import warnings
 from pathlib import Path
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_reshard.clusters.companion import CompanionLost
 from paddle_reshard.pipeline.core.errors import CheckpointError, UsageError
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
 from paddle_reshard.pipeline.training.stretches import Weights
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-    import paddle
 
 FILE = "ema.tp00_pp01_shard03.pdopt"
 SHAPES = {"linear_0.w_0": (300, 257), "linear_1.w_0": (1000,), "empty.w_0": (0,), "norm.w_0": (64,)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
+import paddle
+import paddle.distributed as dist
 import pytest
 
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -13,11 +14,6 @@ from paddle_reshard.pipeline.formats.flex.boxes import Box
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
 from paddle_reshard.pipeline.training.flex import FlexRank, RankBoxes
 from paddle_reshard.pipeline.training.stretches import Weights
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-    import paddle
-    import paddle.distributed as dist
 
 RANDOM = np.random.default_rng(3)
 WHOLE = {

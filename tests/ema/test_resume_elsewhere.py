@@ -6,14 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
-import warnings
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import paddle
 import pytest
+from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3
 
 from paddle_reshard.pipeline.core.errors import CheckpointError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.training.async_ema import AsyncEma
@@ -22,15 +23,9 @@ from paddle_reshard.pipeline.training.paddle_objects import rank_boxes, rank_pie
 from paddle_reshard.pipeline.training.resume import Piece, RankPieces
 from paddle_reshard.pipeline.training.stretches import Weights
 from tests import oracle
+from tests.bfloat16 import bfloat16_cpu, to_bfloat16
 from tests.conftest import case_directory
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-    import paddle
-    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3
-
-    from tests.bfloat16 import bfloat16_cpu, to_bfloat16
-    from tests.live.fleet_job import model_of
+from tests.live.fleet_job import model_of
 
 __all__ = ["bfloat16_cpu"]  # a fixture
 

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +26,10 @@ PADDLE_NAMES = {"uint16": "bfloat16", 16: "bfloat16", 15: "float16", 10: "float3
 """NumPy's name of an array in a file, or the number in ``model_meta.json`` → Paddle's name of the dtype."""
 
 
-@pytest.fixture(scope="module")
-def paddle() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the import of Paddle warns about a missing ccache
-        import paddle
-    return paddle
-
-
-def model_of(paddle: Any, *, first: str = "up", width: int = 8, more: bool = False) -> Any:
+def model_of(*, first: str = "up", width: int = 8, more: bool = False) -> Any:
     """A model of real layers; which of two equal ones is built first decides over their names."""
+    import paddle
+
     with paddle.utils.unique_name.guard():
         model = paddle.nn.Layer()
         model.embedding = paddle.nn.Embedding(16, 8)
@@ -47,8 +40,10 @@ def model_of(paddle: Any, *, first: str = "up", width: int = 8, more: bool = Fal
     return model
 
 
-def save(paddle: Any, model: Any, folder: Path) -> Path:
+def save(model: Any, folder: Path) -> Path:
     """One step of Paddle's AdamW, and the files of a job on one card."""
+    import paddle
+
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
     hidden = model.embedding(paddle.to_tensor([1, 2]))
     (model.up(hidden).sum() + model.down(hidden).sum()).backward()
@@ -59,55 +54,55 @@ def save(paddle: Any, model: Any, folder: Path) -> Path:
     return folder
 
 
-def test_layers_in_another_order_are_refused(paddle: Any, tmp_path: Path) -> None:
+def test_layers_in_another_order_are_refused(tmp_path: Path) -> None:
     """The trainer would load every state without a word: names and shapes are all there."""
-    saved = save(paddle, model_of(paddle), tmp_path)
+    saved = save(model_of(), tmp_path)
     message = (
         r"up\.weight is linear_1\.w_0 in this job and linear_0\.w_0 in the checkpoint; .*, and 1 more: the"
     )
     with pytest.raises(CheckpointError, match=message):
-        check_names(model_of(paddle, first="down"), saved)
+        check_names(model_of(first="down"), saved)
 
 
-def test_another_shape_is_refused(paddle: Any, tmp_path: Path) -> None:
-    saved = save(paddle, model_of(paddle), tmp_path)
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    saved = save(model_of(), tmp_path)
     with pytest.raises(
         CheckpointError, match=r"down\.weight is \(8, 4\) in this job and \(8, 8\) in the checkpo"
     ):
-        check_names(model_of(paddle, width=4), saved)
+        check_names(model_of(width=4), saved)
 
 
-def test_weights_in_safetensors_leave_the_names_of_states(paddle: Any, tmp_path: Path) -> None:
+def test_weights_in_safetensors_leave_the_names_of_states(tmp_path: Path) -> None:
     """The trainers save parameters so by default (``save_to_hf``): under their keys, without their names."""
-    saved = save(paddle, model_of(paddle), tmp_path)
+    saved = save(model_of(), tmp_path)
     (saved / "model_state.pdparams").rename(saved / "model.safetensors")
-    assert check_names(model_of(paddle), saved) == 5
+    assert check_names(model_of(), saved) == 5
     with pytest.raises(
         CheckpointError, match=r"holds linear_1\.w_0_moment1_\d as \(8, 8\), in this job it is \(8, 4\)"
     ):
-        check_names(model_of(paddle, width=4), saved)
+        check_names(model_of(width=4), saved)
 
 
-def test_a_parameter_of_one_side_alone_is_refused(paddle: Any, tmp_path: Path) -> None:
-    saved = save(paddle, model_of(paddle), tmp_path / "fewer")
+def test_a_parameter_of_one_side_alone_is_refused(tmp_path: Path) -> None:
+    saved = save(model_of(), tmp_path / "fewer")
     with pytest.raises(CheckpointError, match=r"head\.weight \(linear_2\.w_0\) is only in this job"):
-        check_names(model_of(paddle, more=True), saved)
-    saved = save(paddle, model_of(paddle, more=True), tmp_path / "more")
+        check_names(model_of(more=True), saved)
+    saved = save(model_of(more=True), tmp_path / "more")
     with pytest.raises(CheckpointError, match=r"head\.weight \(linear_2\.w_0\) is only in the checkpoint"):
-        check_names(model_of(paddle), saved)
+        check_names(model_of(), saved)
 
 
-def test_states_of_another_model_are_refused(paddle: Any, tmp_path: Path) -> None:
+def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     """Parameters that fit say nothing about the states beside them."""
     saved, other = (
-        save(paddle, model_of(paddle), tmp_path / "a"),
-        save(paddle, model_of(paddle, width=4), tmp_path / "b"),
+        save(model_of(), tmp_path / "a"),
+        save(model_of(width=4), tmp_path / "b"),
     )
     (saved / "optimizer.pdopt").write_bytes((other / "optimizer.pdopt").read_bytes())
     with pytest.raises(
         CheckpointError, match=r"holds linear_1\.w_0_moment1_\d+ as \(8, 4\), in this job it is \(8, 8\)"
     ):
-        check_names(model_of(paddle), saved)
+        check_names(model_of(), saved)
 
 
 # --- real jobs ----------------------------------------------------------------------------------------

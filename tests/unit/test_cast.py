@@ -1,26 +1,14 @@
 """The cast to bfloat16 is Paddle's, bit for bit."""
 
-import warnings
-from functools import cache
-from types import ModuleType
-
 import numpy as np
+import paddle
 import pytest
 
 from paddle_reshard.tasks.cast import bfloat16_bits
 
 
-@cache
-def import_paddle() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the import warns about a missing ccache
-        import paddle
-    return paddle
-
-
 def paddle_bits(values: np.ndarray) -> np.ndarray:
     """Paddle's own cast; its NumPy form of bfloat16 is the bit pattern as uint16."""
-    paddle = import_paddle()
     return paddle.cast(paddle.to_tensor(values), "bfloat16").numpy()
 
 

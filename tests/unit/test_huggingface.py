@@ -223,13 +223,6 @@ def test_float16_is_the_nearest_one_with_ties_to_even() -> None:
         np.testing.assert_array_equal(cast_in_range(beyond, F2), sign * high)
 
 
-def test_bfloat16_to_float16_and_back() -> None:
-    values = np.array([1.5, -2.0, 0.0, 65280.0], dtype=np.float32)
-    patterns = (values.view(np.uint32) >> 16).astype(np.uint16)
-    np.testing.assert_array_equal(cast_in_range(patterns, F2), values.astype(np.float16))
-    np.testing.assert_array_equal(cast_in_range(values.astype(np.float16), BITS), patterns)
-
-
 def test_what_float16_cannot_hold() -> None:
     with pytest.raises(OverflowError, match=r"the value 65520\.0 is too large for float16"):
         cast_in_range(np.float32([1.0, 65520.0]), F2)

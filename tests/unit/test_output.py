@@ -320,18 +320,18 @@ def test_checkpoints_and_topologies_fit_a_screen(tmp_path: Path) -> None:
 
 def test_what_is_piped_can_be_added_up() -> None:
     """As ``cut -f4 | paste -sd+ | bc`` does; on a terminal the same numbers have units and commas."""
-    lines = run("inspect", DEMO).stdout.splitlines()
+    lines = run_here("inspect", DEMO).stdout.splitlines()
     first = lines.index("state\tdtype\ttensors\telements\tstored") + 1
     states = paddle_reshard.inspect(DEMO).states
     piped = [line.split("\t") for line in lines[first:]]
     assert sum(int(row[3]) for row in piped) == sum(state.elements for state in states)
-    (row,) = (line.split("\t") for line in run("ls", DEMO.parent).stdout.splitlines()[1:])
+    (row,) = (line.split("\t") for line in run_here("ls", DEMO.parent).stdout.splitlines()[1:])
     tensors = [
         p for p in DEMO.iterdir() if p.suffix in (".pdopt", ".pdparams") and p.name != "scheduler.pdparams"
     ]
     assert int(row[5]) == sum(path.stat().st_size for path in tensors)
-    assert "139,840" in on_a_terminal("inspect", DEMO, columns=200)
-    assert " 2.3 MiB" in on_a_terminal("inspect", DEMO, columns=200)
+    shown = on_a_terminal("inspect", DEMO, columns=200)
+    assert "139,840" in shown and " 2.3 MiB" in shown
 
 
 # --------------------------------------------------------------------------------------------------- prompts

@@ -71,10 +71,6 @@ def test_what_the_manifest_does_not_list_is_named(entry: Entry, named: str) -> N
 def test_a_manifest_says_exactly_what_may_go() -> None:
     made = _files("paddle_reshard.json", "model.safetensors", "notes.txt")
     assert objection(made, MANIFEST) is None
-    for other in ("optimizer.pdopt", "config.json", "more.txt"):
-        assert objection([*made, *_files(other)], MANIFEST) == (
-            f"there is also {other}, which the manifest there does not list"
-        )
     many = [*made, Entry("finetuned", EntryKind.FOLDER), *_files("a", "b", "c")]
     assert "there is also finetuned/, a, b and 1 more," in str(objection(many, MANIFEST))
 

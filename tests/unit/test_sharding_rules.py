@@ -3,18 +3,20 @@
 Nothing is distributed: Paddle's own classes are given stand-ins for their communication groups.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import paddle
 import pytest
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3 as stage3
+from paddle.distributed.fleet.utils import tensor_fusion_helper
 
 from paddle_reshard.pipeline.core.errors import PlanError
 from paddle_reshard.pipeline.core.tensors import dtype_named
@@ -39,24 +41,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 Shapes = list[tuple[tuple[int, ...], str]]
 
 
-@cache
-def import_paddle() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the import warns about a missing ccache
-        import paddle
-        import paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3
-    return paddle
-
-
-@pytest.fixture(scope="module")
-def paddle() -> Iterator[ModuleType]:
-    """Paddle, told that it runs on a GPU where it asks how to align buffers."""
-    module = import_paddle()
-    from paddle.distributed.fleet.utils import tensor_fusion_helper
-
+@pytest.fixture(scope="module", autouse=True)
+def _on_a_gpu() -> Iterator[None]:
+    """Paddle is told that it runs on a GPU where it asks how to align buffers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_fusion_helper, "__current_device_type__", "gpu")
-        yield module
+        yield
 
 
 def parameters_of(shapes: Shapes, chunks: Sequence[int] = ()) -> list[Parameter]:
@@ -75,7 +65,7 @@ DEGREES = st.integers(1, 9)
 class Described:
     """What the rules of stage 2 and 3 ask of a parameter."""
 
-    def __init__(self, paddle: ModuleType, name: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
         self.name, self.elements, self.trainable = name, prod(shape), True
         self.dtype = getattr(paddle, dtype)
 
@@ -89,7 +79,7 @@ class Described:
 @settings(deadline=None)
 @example(shapes=[((3,), "float32")] * 4, degree=2, sort=True)  # equal sizes keep their order
 @given(shapes=SHAPES, degree=DEGREES, sort=st.booleans())
-def test_stage1_v1_owners(paddle: ModuleType, shapes: Shapes, degree: int, sort: bool) -> None:
+def test_stage1_v1_owners(shapes: Shapes, degree: int, sort: bool) -> None:
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
         DygraphShardingOptimizer,
     )
@@ -108,14 +98,14 @@ def test_stage1_v1_owners(paddle: ModuleType, shapes: Shapes, degree: int, sort:
 
 @settings(deadline=None)
 @given(shapes=SHAPES, degree=DEGREES)
-def test_stage2_owners(paddle: ModuleType, shapes: Shapes, degree: int) -> None:
+def test_stage2_owners(shapes: Shapes, degree: int) -> None:
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_optimizer_stage2 import (
         GroupShardedOptimizerStage2,
     )
 
     job = SimpleNamespace(
         world_size=degree,
-        _local_params=[Described(paddle, f"p{i}", *described) for i, described in enumerate(shapes)],
+        _local_params=[Described(f"p{i}", *described) for i, described in enumerate(shapes)],
         _GroupShardedOptimizerStage2__segment_params=[],
     )
     real = GroupShardedOptimizerStage2._segment_params(job)
@@ -126,7 +116,7 @@ def test_stage2_owners(paddle: ModuleType, shapes: Shapes, degree: int) -> None:
 # --- stage 1 v2: slices of buffers --------------------------------------------------------------------
 
 
-def tensor(paddle: ModuleType, name: str, shape: Sequence[int], dtype: str) -> Any:
+def tensor(name: str, shape: Sequence[int], dtype: str) -> Any:
     values = paddle.cast(paddle.zeros(list(shape)), dtype)
     parameter = paddle.base.framework.EagerParamBase.from_tensor(values)
     parameter.name, parameter.stop_gradient, parameter.trainable = name, False, True
@@ -183,9 +173,8 @@ def by_rank(slices: dict[str, dict[int, FlatSlice]], rank: int) -> dict[str, Fla
     degree=st.sampled_from((1, 2, 3, 4, 8)),
     limit_bytes=st.sampled_from((1, 500, 5_000, 20_000, 256 << 20)),
 )
-def test_stage1_v2_slices(paddle: ModuleType, shapes: Shapes, degree: int, limit_bytes: int) -> None:
+def test_stage1_v2_slices(shapes: Shapes, degree: int, limit_bytes: int) -> None:
     """The real optimizer, once per rank. Only the limit of a buffer is made smaller than it can be set."""
-    from paddle.distributed import fleet
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
 
     assign = dygraph_sharding_optimizer.assign_group_by_size
@@ -194,7 +183,7 @@ def test_stage1_v2_slices(paddle: ModuleType, shapes: Shapes, degree: int, limit
         patch.setattr(fleet.fleet, "_user_defined_strategy", fleet.DistributedStrategy(), raising=False)
         patch.setattr(dygraph_sharding_optimizer, "assign_group_by_size", lambda p, _: assign(p, limit_bytes))
         for rank in range(degree):
-            parameters = [tensor(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+            parameters = [tensor(f"p{i}", *described) for i, described in enumerate(shapes)]
             inner = paddle.optimizer.AdamW(parameters=parameters, multi_precision=True)
             real = dygraph_sharding_optimizer.DygraphShardingOptimizerV2(inner, Group(degree, rank))
             event(f"buffers: {min(3, len(real._comm_buffer_list))}")
@@ -204,7 +193,7 @@ def test_stage1_v2_slices(paddle: ModuleType, shapes: Shapes, degree: int, limit
 @examples(30)
 @given(data=st.data(), shapes=SHAPES.map(lambda shapes: shapes[:12]), degree=st.sampled_from((2, 3, 4)))
 def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
-    paddle: ModuleType, data: st.DataObject, shapes: Shapes, degree: int
+    data: st.DataObject, shapes: Shapes, degree: int
 ) -> None:
     from paddle.distributed.fleet.meta_parallel.pipeline_parallel import PipelineParallel
 
@@ -214,7 +203,7 @@ def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
     chunks = [sum(i >= start for start in starts) for i in range(len(shapes))]
     ours = stage1_v2_slices(parameters_of(shapes, chunks), degree, limit_bytes, comm_overlap=True)
     for rank in range(degree):
-        parameters = [tensor(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+        parameters = [tensor(f"p{i}", *described) for i, described in enumerate(shapes)]
         bounds = [0, *starts, len(shapes)]
         model = PipelineModel([parameters[low:high] for low, high in pairwise(bounds)])
         engine = SimpleNamespace(
@@ -226,7 +215,7 @@ def test_stage1_v2_slices_where_the_pipeline_makes_the_buffers(
         assert by_rank(ours, rank) == slices_of([b for buffers in by_chunk.values() for b in buffers])
 
 
-def test_a_shared_layer_is_the_first_of_a_model_and_has_its_place_in_a_chunk(paddle: ModuleType) -> None:
+def test_a_shared_layer_is_the_first_of_a_model_and_has_its_place_in_a_chunk() -> None:
     """So the buffers of a chunk have it elsewhere than the optimizer's list (``test_conversions`` cuts one)."""
     from paddle.distributed.fleet.base.topology import CommunicateTopology
     from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
@@ -259,9 +248,7 @@ def test_a_shared_layer_is_the_first_of_a_model_and_has_its_place_in_a_chunk(pad
 @example(shapes=[((10,), "float32")] * 6, limit_bytes=80)  # a buffer is full when it reaches the limit
 @example(shapes=[((10,), "float32")] * 6, limit_bytes=81)
 @given(shapes=SHAPES, limit_bytes=st.sampled_from((1, 256, 4_096, 20_000, 1 << 20)))
-def test_buffers_are_grouped_as_paddle_groups_them(
-    paddle: ModuleType, shapes: Shapes, limit_bytes: int
-) -> None:
+def test_buffers_are_grouped_as_paddle_groups_them(shapes: Shapes, limit_bytes: int) -> None:
     """With one rank a parameter's padding is all there is to see, so look at which share a buffer."""
     tensors = [paddle.cast(paddle.zeros(list(shape)), dtype) for shape, dtype in shapes]
     limits = [limit_bytes, limit_bytes]
@@ -278,10 +265,8 @@ def test_buffers_are_grouped_as_paddle_groups_them(
 
 @settings(deadline=None)
 @given(shapes=SHAPES, degree=DEGREES, segment_elements=st.sampled_from((0, 10, 200, 1 << 20)))
-def test_stage3_slices(paddle: ModuleType, shapes: Shapes, degree: int, segment_elements: int) -> None:
-    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_stage3 as stage3
-
-    parameters = [Described(paddle, f"p{i}", *described) for i, described in enumerate(shapes)]
+def test_stage3_slices(shapes: Shapes, degree: int, segment_elements: int) -> None:
+    parameters = [Described(f"p{i}", *described) for i, described in enumerate(shapes)]
     totals: dict[str, int] = {}
     job = SimpleNamespace(
         _trainable_params={},
@@ -338,9 +323,7 @@ def model_items(layers: int) -> tuple[list[Item], list[type]]:
     return [Item(c.__name__, c.__name__, repeated=c is DecoderLayerPipe) for c in classes], classes
 
 
-def real_places(
-    paddle: ModuleType, classes: list[type], pp: int, vpp: int, method: str | list[int]
-) -> list[tuple[int, int]]:
+def real_places(classes: list[type], pp: int, vpp: int, method: str | list[int]) -> list[tuple[int, int]]:
     """``(stage, chunk)`` of every item by Paddle's boundaries; part p belongs to stage p modulo pp."""
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SegmentLayers
 
@@ -356,12 +339,12 @@ METHODS = ("uniform", "layer:DecoderLayer", "layer:decoderlayer", "layer:Pipe$",
 @given(
     layers=st.integers(1, 24), pp=st.integers(1, 8), vpp=st.integers(1, 4), method=st.sampled_from(METHODS)
 )
-def test_segments(paddle: ModuleType, layers: int, pp: int, vpp: int, method: str) -> None:
+def test_segments(layers: int, pp: int, vpp: int, method: str) -> None:
     if vpp > 1 and (method == "uniform" or pp <= 2):
         pp, method = max(pp, 3), "layer:DecoderLayer"
     items, classes = model_items(layers)
     try:
-        expected = real_places(paddle, classes, pp, vpp, method)
+        expected = real_places(classes, pp, vpp, method)
     except AssertionError:
         event("refused")
         with pytest.raises(PlanError):
@@ -373,19 +356,19 @@ def test_segments(paddle: ModuleType, layers: int, pp: int, vpp: int, method: st
 
 @settings(deadline=None)
 @given(data=st.data(), layers=st.integers(1, 12))
-def test_segments_by_list(paddle: ModuleType, data: st.DataObject, layers: int) -> None:
+def test_segments_by_list(data: st.DataObject, layers: int) -> None:
     items, classes = model_items(layers)
     starts = [0, *sorted(data.draw(st.sets(st.integers(1, len(items) - 1), max_size=6)))]
     pp = len(starts)
-    assert segment(items, pp, 1, tuple(starts)) == real_places(paddle, classes, pp, 1, starts)
+    assert segment(items, pp, 1, tuple(starts)) == real_places(classes, pp, 1, starts)
 
 
 @pytest.mark.parametrize(("layers", "pp"), [(4, 1), (4, 2), (4, 3), (5, 2), (6, 3), (2, 5)])
-def test_segments_of_the_model_classes(paddle: ModuleType, layers: int, pp: int) -> None:
+def test_segments_of_the_model_classes(layers: int, pp: int) -> None:
     """Both trainers' models segment by decoder layers if their number divides, else uniformly."""
     items, classes = model_items(layers)
     method = "uniform" if layers % pp else "layer:DecoderLayer"
-    assert segment(items, pp, 1, None) == real_places(paddle, classes, pp, 1, method)
+    assert segment(items, pp, 1, None) == real_places(classes, pp, 1, method)
 
 
 @pytest.mark.parametrize(
