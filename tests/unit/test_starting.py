@@ -41,13 +41,9 @@ def loaded(*arguments: object, status: int = 0, **variables: str) -> set[str]:
     return {*modules, *(name.partition(".")[0] for name in modules)}
 
 
-@pytest.mark.parametrize("command", [(), ("convert",), ("submit",), ("watch",), ("plan",), ("ema",)])
-def test_help_loads_next_to_nothing(command: tuple[str, ...]) -> None:
-    assert not loaded(*command, "--help") & HEAVY
-
-
-def test_the_version_loads_next_to_nothing() -> None:
-    assert not loaded("--version") & HEAVY
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_the_version_load_next_to_nothing(option: str) -> None:
+    assert not loaded(option) & HEAVY
 
 
 @pytest.mark.parametrize(
@@ -143,11 +139,13 @@ main()
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_a_command_loads_no_further_command(command: str) -> None:
+def test_help_of_a_command_loads_no_further_command_and_next_to_nothing(command: str) -> None:
     declaring = {f"paddle_reshard.pipeline.cli.commands.{module}" for module in COMMANDS.values()}
     shared = {"paddle_reshard.pipeline.cli.commands.conversion"} if command in ("submit", "watch") else set()
     own = f"paddle_reshard.pipeline.cli.commands.{COMMANDS[command]}"
-    assert loaded(command, "--help") & declaring == {own, *shared}
+    modules = loaded(command, "--help")
+    assert modules & declaring == {own, *shared}
+    assert not modules & HEAVY
 
 
 def test_importing_the_package_loads_nothing() -> None:
