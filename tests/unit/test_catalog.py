@@ -67,6 +67,13 @@ def test_a_tensor_that_is_not_whole(shape: tuple[int, ...], rows: list[Any], tol
     assert told in refusal(shape, *(box(*row) for row in rows))
 
 
+def test_an_implied_tensor_is_stored_where_its_master_weight_is() -> None:
+    param = Tensor("model.norm.weight", PARAM, dtype_named("bfloat16"), (4, 6))
+    whole = catalog((4, 6), box((0, 0), (4, 6)))
+    both = Catalog(Tensors((*whole.tensors, param)), whole.files, whole.fragments, {1: 0})
+    assert both.stored(1).rows().tobytes() == whole.fragments.rows().tobytes()
+
+
 def test_fragments_cannot_be_changed() -> None:
     fragments = catalog((4, 6), box((0, 0), (4, 6))).fragments
     with pytest.raises(ValueError, match="read-only"):

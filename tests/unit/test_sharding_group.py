@@ -62,6 +62,10 @@ def test_what_a_group_cannot_hold_is_refused(
         placed(strategy, arrays, **facts)
 
 
+def test_several_copies_are_told_apart_by_their_number() -> None:
+    placed("stage1v1", [stored(0, SHAPE, copy=0), stored(0, SHAPE, copy=1)])
+
+
 @pytest.mark.parametrize(
     ("arrays", "found"),
     [
