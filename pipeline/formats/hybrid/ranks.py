@@ -64,7 +64,7 @@ from paddle_reshard.pipeline.formats.jobs.keys import (
 from paddle_reshard.pipeline.formats.model_meta import CellMeta, ModelMeta
 from paddle_reshard.pipeline.model.model import NamedTensor, predict_parameter_names
 from paddle_reshard.pipeline.model.optimizer_keys import MASTER_WEIGHTS, SLICE_PREFIX, split_accumulator_key
-from paddle_reshard.pipeline.model.rules.choose import choose_table, is_known, keys_in_model
+from paddle_reshard.pipeline.model.rules.choose import choose_table, is_known, keys_in_model, keys_of_stages
 from paddle_reshard.pipeline.model.rules.entries import Config, derived_sizes
 from paddle_reshard.pipeline.model.rules.table import RuleTable
 from paddle_reshard.pipeline.model.rules.tables import RuleTables
@@ -318,6 +318,8 @@ def _all_hold_all(
     held = [key for of_stage in keys.values() for key in of_stage if key != STRUCTURED_NAMES]
     if not is_known(tables, config, HYBRID):
         return False
+    for in_model in (keys_in_model(tables, held, config), keys_of_stages(tables, config)):
+        held = [in_model.get(key, key) for key in held]
     return choose_table(tables, held, config, HYBRID, stages_known=True).expert_axis is None
 
 
