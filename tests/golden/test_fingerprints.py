@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from awscrt.checksums import crc64nvme
 from safetensors import deserialize
 
 import paddle_reshard
-from paddle_reshard import CheckpointError, FormatError, TargetError, UsageError
+from paddle_reshard import FormatError, TargetError, UsageError
 from tests import oracle
 from tests.conftest import COMMITTED, case_directory
 from tests.golden.test_every_format import config_of, folder_of
@@ -182,13 +181,6 @@ def test_damaged_fingerprints_are_refused(damage: object, refusal: str, tmp_path
     written.write_text(damage(written.read_text()))  # type: ignore[operator]
     with pytest.raises(FormatError, match=refusal):
         paddle_reshard.verify(SOURCE, against=written)
-
-
-def test_a_checkpoint_that_lacks_a_file_has_no_fingerprint(tmp_path: Path) -> None:
-    shutil.copytree(SOURCE, tmp_path / "source", copy_function=shutil.copyfile)
-    next((tmp_path / "source").glob("optimizer.*")).unlink()
-    with pytest.raises(CheckpointError):
-        paddle_reshard.fingerprint(tmp_path / "source")
 
 
 def test_little_memory_gives_the_same_root() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_reshard import convert, verify
+from paddle_reshard import convert
 from tests import oracle
 from tests.conftest import case_directory
 from tests.paddle_processes import run_paddle, run_ranks
@@ -105,6 +105,8 @@ def saved_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
             copy_function=shutil.copyfile,
         )
     run_paddle(SAVE_AGAIN, real, folder)
+    for signal in folder.glob("*/saved_signal_*"):
+        signal.touch()
     return folder
 
 
@@ -118,13 +120,6 @@ def test_other_ways_to_save_mean_the_same(name: str, saved_again: Path, tmp_path
     for number, source in enumerate((case.checkpoint, saved_again / name)):
         convert(source, tmp_path / str(number), to="tp=2", config=case.config)
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1")
-
-
-def test_it_verifies_against_the_hybrid_checkpoint_of_the_same_training() -> None:
-    mine, other = (case_directory(name) / "checkpoint-3" for name in ("mp2pp2", "fc_mp2pp2"))
-    report = verify(mine, other)
-    assert report.equal
-    assert report.tensors == 234
 
 
 # ------------------------------------------------------------------------------------------------ written

@@ -89,8 +89,12 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize("options", [{"to": "tp=2"}, {"format": "flex"}], ids=["tp2", "flex"])
-def test_a_job_starts_from_fp8_weights(
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "tp=2"}, {"format": "flex"}, {"format": "huggingface"}],
+    ids=["tp2", "flex", "huggingface"],
+)
+def test_what_is_made_of_fp8_weights_is_what_they_stand_for(
     options: dict[str, str], deepseek: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fp8, bf16 = deepseek
@@ -103,16 +107,6 @@ def test_a_job_starts_from_fp8_weights(
         files["config"] = json.dumps(config, sort_keys=True).encode()
     assert found == expected
     assert ("dequantised" in dict(report.plan.facts())) and not paddle_reshard.check(tmp_path / "a").damages
-
-
-def test_fp8_weights_become_a_bfloat16_export(deepseek: tuple[Path, Path], tmp_path: Path) -> None:
-    fp8, bf16 = deepseek
-    paddle_reshard.convert(fp8, tmp_path / "hf", format="huggingface")
-    assert read(tmp_path / "hf") == read(bf16)
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
-        (bf16 / "config.json").read_text()
-    )
-    assert paddle_reshard.verify(fp8, tmp_path / "hf").equal
 
 
 def test_statements_see_the_weights_that_are_stood_for(deepseek: tuple[Path, Path], tmp_path: Path) -> None:

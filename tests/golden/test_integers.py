@@ -17,7 +17,7 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CoverageError, ReshardError, UnsupportedError
 from tests.conftest import case_directory
 from tests.ema.scaled import paddle
-from tests.golden.unified_cases import Entries, check_ranges, opened, read, write_model, write_safetensors
+from tests.golden.unified_cases import Entries, check_ranges, opened, read, write_model
 
 ANSWERS = Path(__file__).parent / "integers"
 SCHEMES = sorted(path.parent.name for path in ANSWERS.glob("*/answer.safetensors"))
@@ -189,14 +189,4 @@ def test_what_contradicts_itself_is_refused(
     config = {"model_type": "llama", "torch_dtype": "bfloat16", "quantization_config": _config()}
     folder = write_model(tmp_path / "model", [_model(**changes)], config)
     with pytest.raises(error, match=words):
-        paddle_reshard.plan(folder, to="tp=2")
-
-
-def test_two_files_with_the_same_scales_are_refused(tmp_path: Path) -> None:
-    folder = write_model(
-        tmp_path / "model", [_model()], {"model_type": "llama", "quantization_config": _config()}
-    )
-    (folder / "model.safetensors.index.json").unlink()  # what it does not name would be left out
-    write_safetensors(folder / "more.safetensors", {"w.weight_scale": ("BF16", (2, 2), bytes(8))})
-    with pytest.raises(CoverageError, match=r"w\.weight_scale: two files hold it"):
         paddle_reshard.plan(folder, to="tp=2")

@@ -21,7 +21,7 @@ from paddle_reshard.pipeline.core.errors import (
 )
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.compare_one_card import ArraysOnly
+from tests.golden.compare_one_card import load, read_flex
 from tests.golden.unified_cases import write_safetensors
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -121,8 +121,7 @@ def test_names_under_tensor_parallelism_are_those_of_the_parallel_layers(tmp_pat
     paddle_reshard.convert(checkpoint("lora_single"), made, **BEYOND["tp2pp2"])
     told = {}
     for rank in (0, 1):
-        with (checkpoint("lora_fc_mp2") / f"master_weight/{rank}_0.distcp").open("rb") as file:
-            told |= ArraysOnly(file).load()[oracle.NAME_TABLE]
+        told |= load(checkpoint("lora_fc_mp2") / f"master_weight/{rank}_0.distcp")[oracle.NAME_TABLE]
     names = oracle.unpickle(made / "lora_model_state.tp00_pp00.pdparams")[oracle.NAME_TABLE]
     assert names
     for key, name in names.items():
@@ -141,15 +140,6 @@ def test_a_flexcheckpoint_becomes_the_files_of_ranks(target: str, tmp_path: Path
     assert any("(21): belongs to the base model" in value for value in told)
 
 
-def flex_arrays(made: Path) -> dict[str, bytes]:
-    found = {}
-    for folder in ("model_state", "master_weight", "optimizer_state"):
-        with (made / folder / "0_0.distcp").open("rb") as file:
-            found |= ArraysOnly(file).load()
-            del found[oracle.NAME_TABLE]
-    return {key: array.tobytes() for key, array in found.items()}
-
-
 @pytest.mark.parametrize("source", ["lora_single", "lora_pp2", "lora_sh2_s1v2_meta", "lora_qwen2_full_pp2"])
 def test_matrices_become_a_flexcheckpoint_with_the_base_that_is_given(source: str, tmp_path: Path) -> None:
     base = case_directory(f"states/{source}") / "truth_base.safetensors"
@@ -159,7 +149,7 @@ def test_matrices_become_a_flexcheckpoint_with_the_base_that_is_given(source: st
         given, {k: ("BF16", a.shape, a.tobytes()) for k, a in held.items() if k not in trained}, "np"
     )
     paddle_reshard.convert(checkpoint(source), tmp_path / "made", format="flex", fill=given)
-    assert flex_arrays(tmp_path / "made") == {k: a.tobytes() for k, a in {**held, **trained}.items()}
+    assert read_flex(tmp_path / "made") == {k: a.tobytes() for k, a in {**held, **trained}.items()}
 
 
 def test_the_base_of_a_unified_checkpoint_makes_the_trainers_own_flexcheckpoint(tmp_path: Path) -> None:
@@ -168,9 +158,9 @@ def test_the_base_of_a_unified_checkpoint_makes_the_trainers_own_flexcheckpoint(
     paddle_reshard.convert(base, tmp_path / "base", format="unified")
     (given,) = (tmp_path / "base").glob("model-*.safetensors")
     paddle_reshard.convert(checkpoint("lora_single"), tmp_path / "made", format="flex", fill=given)
-    assert flex_arrays(tmp_path / "made") == flex_arrays(checkpoint("lora_fc_single"))
+    assert read_flex(tmp_path / "made") == read_flex(checkpoint("lora_fc_single"))
     paddle_reshard.convert(checkpoint("lora_single"), tmp_path / "again", format="flex", fill=base)
-    assert flex_arrays(tmp_path / "again") == flex_arrays(tmp_path / "made")
+    assert read_flex(tmp_path / "again") == read_flex(tmp_path / "made")
 
 
 def test_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
@@ -188,15 +178,7 @@ def test_a_flexcheckpoint_keeps_its_base(source: str, tmp_path: Path) -> None:
         **truth_of(source),
         **oracle.read_truth(case_directory(f"states/{source}") / "truth_base.safetensors"),
     }
-    found = {}
-    for folder in ("model_state", "master_weight", "optimizer_state"):
-        with (tmp_path / f"made/{folder}/0_0.distcp").open("rb") as file:
-            found |= {
-                key: array for key, array in ArraysOnly(file).load().items() if key != oracle.NAME_TABLE
-            }
-    assert {key: array.tobytes() for key, array in found.items()} == {
-        key: array.tobytes() for key, array in truth.items()
-    }
+    assert read_flex(tmp_path / "made") == {key: array.tobytes() for key, array in truth.items()}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from paddle_reshard.storage.locate import open_source
 from paddle_reshard.storage.store import Read
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.compare_one_card import ArraysOnly
+from tests.golden.compare_one_card import read_flex
 from tests.golden.lora_base import FILES, write_base
 
 
@@ -31,11 +31,6 @@ def case(name: str) -> Path:
 def bits_of(path: Path) -> dict[str, bytes]:
     """The library's own merge calls tensors that it did not touch U16 and the others BF16; their bits count."""
     return {key: bytes(entry["data"]) for key, entry in safetensors.deserialize(path.read_bytes())}
-
-
-def flex_parameters(folder: Path) -> dict[str, bytes]:
-    with (folder / "model_state/0_0.distcp").open("rb") as file:
-        return {k: a.tobytes() for k, a in ArraysOnly(file).load().items() if k != oracle.NAME_TABLE}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +48,7 @@ def test_it_equals_what_the_library_merges(name: str, layout: str, told: str, tm
     report = paddle_reshard.convert(
         case(name) / "checkpoint-3", tmp_path / "merged", format="flex", merge_into=base
     )
-    assert flex_parameters(tmp_path / "merged") == bits_of(case(name) / "truth_merged.safetensors")
+    assert read_flex(tmp_path / "merged") == bits_of(case(name) / "truth_merged.safetensors")
     assert told in dict(report.plan.facts())["merged"]
 
 
@@ -80,7 +75,7 @@ def test_a_flexcheckpoint_is_merged_into_the_base_that_it_holds(tmp_path: Path) 
                 float32(t) for t in (expected[key], truth[f"{module}.lora_A"], truth[f"{module}.lora_B"])
             )
             expected[key] = oracle.round_to_bfloat16(w + (a @ b) * np.float32(4))
-    assert flex_parameters(tmp_path / "merged") == {key: array.tobytes() for key, array in expected.items()}
+    assert read_flex(tmp_path / "merged") == {key: array.tobytes() for key, array in expected.items()}
     assert not (tmp_path / "merged/scheduler.pdparams").exists()
 
 
@@ -166,7 +161,7 @@ def test_statements_about_a_base_of_hugging_face_need_a_step_of_their_own(tmp_pa
         paddle_reshard.convert(source, tmp_path / "made", format="flex", merge_into=base, aoa=rules)
     paddle_reshard.convert(source, tmp_path / "merged", format="flex", merge_into=base)
     paddle_reshard.convert(tmp_path / "merged", tmp_path / "made", format="flex", aoa=rules)
-    merged, made = (flex_parameters(tmp_path / name) for name in ("merged", "made"))
+    merged, made = (read_flex(tmp_path / name) for name in ("merged", "made"))
     assert made.keys() == merged.keys()
     turned = np.frombuffer(merged[WEIGHT], np.uint16).reshape(32, 32).T
     assert made == {**merged, WEIGHT: turned.tobytes()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
 from tests.conftest import case_directory
-from tests.golden.lora_base import write_base
 
 PREFIX = "base_model.model."
 
@@ -84,28 +82,6 @@ def test_an_adapter_for_peft(name: str, tmp_path: Path) -> None:
         "adapter_model.safetensors",
         "paddle_reshard.json",
     ]
-
-
-def test_its_product_is_what_merging_adds(tmp_path: Path) -> None:
-    """Both ways to use LoRA of fused projections in transformers are the same: an adapter, and a merged model."""
-    folder = write_base("lora_qwen2_single", tmp_path / "base", "np")
-    source = checkpoint("lora_qwen2_single")
-    targets: dict[Any, Any] = {tmp_path / "merged": {"format": "huggingface"}}
-    paddle_reshard.convert(source, targets, merge_into=folder)
-    paddle_reshard.convert(source, tmp_path / "peft", format="huggingface")
-    paddle_reshard.convert(folder, tmp_path / "plain", format="huggingface")
-    plain, merged = (tensors_of(tmp_path / place / "model.safetensors") for place in ("plain", "merged"))
-    adapter = tensors_of(tmp_path / "peft/adapter_model.safetensors")
-    changed = {key.removeprefix(PREFIX).rsplit(".", 2)[0] for key in adapter}
-    assert len(changed) == 14
-    for module in changed:
-        a, b = (widened(adapter[f"{PREFIX}{module}.lora_{name}.weight"]) for name in "AB")
-        weight = oracle.round_to_bfloat16(widened(plain[f"{module}.weight"]) + (b @ a) * np.float32(2))
-        assert np.array_equal(weight, merged[f"{module}.weight"]), module
-
-
-def widened(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def test_without_a_lora_config_there_is_no_scaling(tmp_path: Path) -> None:

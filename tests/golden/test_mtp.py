@@ -18,13 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import paddle_reshard
-from paddle_reshard.pipeline.core.errors import (
-    CheckpointError,
-    CoverageError,
-    PlanError,
-    RuleError,
-    UsageError,
-)
+from paddle_reshard.pipeline.core.errors import CheckpointError, PlanError, RuleError, UsageError
 from tests import oracle
 from tests.conftest import case_directory
 from tests.golden.compare_one_card import read_one_card
@@ -54,29 +48,6 @@ def _lost(name: str, folder: Path) -> Path | None:
     lost = {key: np.array(array) for key, array in _truth(name).items() if key.endswith("correction_bias")}
     save_file(lost, folder / "lost.safetensors")
     return folder / "lost.safetensors"
-
-
-def test_stages_hold_the_truth_of_their_layers(tmp_path: Path) -> None:
-    """By a reader that shares no code with the converter: of MTP all is on the last stage, behind the last norm."""
-    paddle_reshard.convert(_checkpoint(DSV3), tmp_path / "there", to="pp=3")
-    found: dict[str, bytes] = {}
-    for stage in range(3):
-        alone = tmp_path / f"stage{stage}"
-        alone.mkdir()
-        for name in ("model_state{}.pdparams", "optimizer{}.pdopt"):
-            shutil.copy(tmp_path / "there" / name.format(f".pp{stage:02}"), alone / name.format(""))
-        found |= read_one_card(alone)
-    assert found == _bits(_truth(DSV3))
-    keys = [
-        [*oracle.unpickle(tmp_path / "there" / f"model_state.pp{stage:02}.pdparams")] for stage in range(3)
-    ]
-    assert [sum(MTP.match(key) is not None for key in of_stage) for of_stage in keys] == [0, 0, 30]
-    places = [keys[2].index(f"{name}.weight") for name in ("model.norm", "model.layers.3.enorm", "lm_head")]
-    assert places == sorted(places)
-    assert keys[2][-6:-2] == [f"model.layers.3.{name}" for name in OWN]
-
-
-OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "eh_proj.bias")
 
 
 # ------------------------------------------------------------------------------------------------ Hugging Face
@@ -206,22 +177,3 @@ def test_a_config_with_other_layers_is_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
     with pytest.raises(CheckpointError, match=message):
         paddle_reshard.inspect(tmp_path / "source")
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        (DSV3, "model.layers.3.eh_proj.bias"),
-        (DSV3, "model.layers.3.mlp.experts.2.up_proj.weight"),
-        (DSV3, "model.layers.3.self_attn.o_proj.weight"),
-        (ERNIE, "model.mtp_block.0.mlp.down_proj.weight"),
-        (ERNIE, "model.mtp_emb_norm.0.weight"),
-    ],
-)
-def test_a_layer_that_lacks_a_tensor_is_refused(name: str, key: str, tmp_path: Path) -> None:
-    """In a format in which nothing else tells."""
-    paddle_reshard.convert(_checkpoint(name), tmp_path / "hf", format="huggingface")
-    path = tmp_path / "hf" / "model.safetensors"
-    write_safetensors(path, {one: entry for one, entry in _tensors(path.parent).items() if one != key})
-    with pytest.raises((CoverageError, CheckpointError), match=re.escape(key) + "|layer 0 is in only one"):
-        paddle_reshard.inspect(tmp_path / "hf")
