@@ -111,7 +111,7 @@ class Outputs:
             if needed[device] > free_bytes:
                 error = TargetError(
                     f"{', '.join(locations)}: needs {needed[device]} bytes, but the disk has {free_bytes} bytes free; "
-                    "free some space, or give --no-space-check if the disk reports a wrong number"
+                    "free some space, or write to another disk"
                 )
                 error.retryable = True
                 raise error

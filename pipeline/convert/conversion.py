@@ -167,7 +167,7 @@ def plan_request(
     spare = spare_bytes(all(map(is_local, everywhere)))
     limits = outputs.limits(altered.store)
     planned = plan_checkpoint(altered, request, limits, spare if in_process else None)
-    check_targets(planned, outputs, request.resume or request.no_space_check)
+    check_targets(planned, outputs, space=not request.resume)
     same_values = len(locations.sources) == 1 and all(change.keeps_values for change in request.changes)
     return replace(
         planned,

@@ -143,7 +143,7 @@ def run_conversion(
             _check_published(outputs.targets[prefix])
         if len(outputs.made) == len(described):
             return MoveReport(0, 0, 0, 0, (), resumed_groups=plan.groups, resumed_bytes=plan.written_bytes)
-        check_targets(conversion, outputs, request.no_space_check)
+        check_targets(conversion, outputs)
     with outputs:
         observe(StepStarted("move", plan.written_bytes, plan.groups, plan.budget_bytes))
         report, receipts = _move(conversion, outputs, engine, observe)
@@ -187,11 +187,11 @@ def _extent(groups: int, size_bytes: int) -> str:
     return f"{counted(groups, 'group')}, {readable_bytes(size_bytes)}"
 
 
-def check_targets(conversion: ConversionPlan, outputs: Outputs, no_space_check: bool) -> None:
-    """Refuse file names that a target does not allow, and targets without enough free space."""
+def check_targets(conversion: ConversionPlan, outputs: Outputs, *, space: bool = True) -> None:
+    """Refuse file names that a target does not allow, and targets without enough free ``space``."""
     files = _new_files(conversion)
     outputs.check_names(files)
-    if not no_space_check:
+    if space:
         outputs.check_space(files)
 
 

@@ -242,15 +242,6 @@ class ConversionOptions(TargetOptions, total=False):
             "for a job that starts from them with a new optimizer.",
         ),
     ]
-    no_space_check: Annotated[
-        bool,
-        Option(
-            kind=Kind.FLAG,
-            decides=Decides.EXECUTION,
-            help="Do not check that the target's disk has enough free space, for a disk that does not report "
-            "it correctly.",
-        ),
-    ]
     vocab_size: Annotated[
         int | None,
         Option(

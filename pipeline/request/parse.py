@@ -198,11 +198,6 @@ class ConversionRequest:
         return bool(self.options.get("overwrite"))
 
     @property
-    def no_space_check(self) -> bool:
-        """Whether a target's disk may report less free space than it needs."""
-        return bool(self.options.get("no_space_check"))
-
-    @property
     def rules(self) -> GivenFile | None:
         """Rule table of the model family, instead of the built-in ones."""
         return self.options.get("rules")

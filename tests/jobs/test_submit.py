@@ -65,7 +65,6 @@ DECIDES = {
     Decides.EXECUTION: {
         "memory": "4GiB", "cluster": "ray", "workers": 2,
         "device": "gpu",
-        "no_space_check": True,
         "resume": True, "as_json": True, "quiet": True,
         "report_path": "page.html",
     },

@@ -175,13 +175,14 @@ def test_a_name_that_leads_elsewhere_is_not_carried(key: str, bucket: str, tmp_p
 # --------------------------------------------------------------------------------------------------- full disks
 
 
-def _with_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    """Let the operating system say that so much is free."""
+def _with_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int, *, all_bytes: int | None = None) -> None:
+    """Let the operating system say that so much is free, of so much."""
     real = os.statvfs
 
     def told(path: Any) -> os.statvfs_result:
         found = list(real(path))
         found[1] = found[0] or 4096
+        found[2] = found[2] if all_bytes is None else all_bytes // found[1]
         found[3] = found[4] = free_bytes // found[1]
         return os.statvfs_result(found)
 
@@ -194,9 +195,7 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(
     written = paddle_reshard.plan(SMALL, tmp_path / "t", **ONE_CARD).plan.written_bytes
     _with_free(monkeypatch, written // 2)
     for attempt in (paddle_reshard.plan, paddle_reshard.convert):
-        with pytest.raises(
-            TargetError, match=r"needs \d+ bytes, but the disk has \d+ bytes free.*--no-space-check"
-        ) as e:
+        with pytest.raises(TargetError, match=r"needs \d+ bytes, but the disk has \d+ bytes free") as e:
             attempt(SMALL, tmp_path / "t", **ONE_CARD)
         numbers = [int(word) for word in str(e.value).split() if word.isdigit()]
         assert written <= numbers[0] <= written + 4096 * 40
@@ -209,7 +208,13 @@ def test_a_disk_without_room_is_refused_before_the_first_byte(
     with pytest.raises(TargetError, match="bytes free"):
         paddle_reshard.convert(SMALL, "memory://staged/t", **ONE_CARD)  # what is staged lies on a disk too
     assert list(tmp_path.iterdir()) == []
-    paddle_reshard.convert(SMALL, tmp_path / "t", no_space_check=True, **ONE_CARD)
+
+
+def test_a_disk_that_reports_no_space_at_all_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_free(monkeypatch, 0, all_bytes=0)
+    paddle_reshard.convert(SMALL, tmp_path / "t", **ONE_CARD)
     assert paddle_reshard.check(tmp_path / "t").intact
 
 
