@@ -15,7 +15,7 @@ from paddle_reshard.pipeline.core.backports import Unpack
 from paddle_reshard.pipeline.core.errors import UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
 from paddle_reshard.pipeline.core.units import PathLike
-from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards
+from paddle_reshard.pipeline.examine.cards import CardsPlan, plan_cards, with_topology
 from paddle_reshard.pipeline.request.arguments import checked
 from paddle_reshard.pipeline.request.options import ConversionOptions, ConvertOptions, Targets, with_options
 from paddle_reshard.pipeline.request.parse import locations_of, parse_request
@@ -81,6 +81,7 @@ def plan(
                 "cards lists topologies, and a target is for one of them; use only one of the two"
             )
         return plan_cards(source, cards, options, observe)
+    options = with_topology(source, target, options)
     request = replace(parse_request(options, target), resume=resume)
     return plan_with(locations_of((source,), target, request), request, observe)
 
@@ -108,6 +109,7 @@ def convert(
     FinishedError
         If ``resume`` is given without a request, and the targets are finished already.
     """
+    options = with_topology(source, target, options)
     request = parse_request(options, target)
     return convert_with(locations_of((source,), target, request), request, observe)
 

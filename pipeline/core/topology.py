@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
+from numbers import Integral
 from typing import Literal, get_args
 
 from paddle_reshard.pipeline.core.errors import UsageError
@@ -20,10 +21,36 @@ Strategy = Literal["none", "stage1v1", "stage1v2", "stage2", "stage3"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 
 
+_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]*)?")
+
+
+def number_of_cards(given: object) -> int | None:
+    """The number of cards that a user gives in place of a topology; ``None`` if it is none.
+
+    >>> number_of_cards("4"), number_of_cards("tp=2,pp=2")
+    (4, None)
+
+    Raises
+    ------
+    UsageError
+        If no job has so many.
+    """
+    text = str(given).strip()
+    if not isinstance(given, str | Integral) or not _NUMBER.fullmatch(text):
+        return None
+    if "." in text:
+        raise UsageError(f"{text[:40]} cards: a number of cards is a whole number, as in 4")
+    if len(text) > len(str(MAX_RANKS)) or not 1 <= int(text) <= MAX_RANKS:
+        raise UsageError(f"{text[:40]} cards: a job has 1 to {MAX_RANKS}")
+    return int(text)
+
+
 def _unknown(axis: str, given: object, known: list[str]) -> UsageError:
     help = did_you_mean(axis, known)
     if glued := re.fullmatch(rf"({'|'.join(known)})[ :]?(\d+)", axis):
         help = f"; write {glued[1]}={glued[2]}"
+    if _NUMBER.fullmatch(axis):
+        help = f"; a number of cards is given alone, --to {axis}"
     if axis == "cp":
         help = ". Ranks of context parallelism are sharding ranks: give the job's sharding_parallel_size as sharding"
     return UsageError(f"unknown axis {axis!r} in topology {given!r}; axes are {', '.join(known)}{help}")
@@ -60,6 +87,12 @@ class Topology:
         >>> Topology.parse("tp=2,sharding=4").world_size
         8
         """
+        if (cards := number_of_cards(text)) is not None:
+            raise UsageError(
+                f"{cards} is a number of cards, which stands for a topology only as --to of convert and plan with one "
+                f"target, and as --cards of resume; write axes, such as tp=2,pp=2: plan SRC --cards {cards} lists "
+                "what is possible"
+            )
         known = [field.name for field in fields(cls)]
         sizes: dict[str, int] = {}
         for item in text.split(","):
@@ -74,7 +107,7 @@ class Topology:
         return cls(**sizes)
 
     @classmethod
-    def of(cls, given: str | Mapping[str, int] | Topology) -> Topology:
+    def of(cls, given: str | int | Mapping[str, int] | Topology) -> Topology:
         """The topology that a user gives as text, as a mapping of axes, or as it is.
 
         >>> Topology.of({"tp": 2, "sharding": 4}) == Topology.of("tp=2,sharding=4")
@@ -82,8 +115,8 @@ class Topology:
         """
         if isinstance(given, Topology):
             return given
-        if isinstance(given, str):
-            return cls.parse(given)
+        if isinstance(given, str | Integral):
+            return cls.parse(str(given))
         if not isinstance(given, Mapping):
             raise UsageError(f"{given!r} is no topology; give tp=2,pp=2 as text or as a mapping")
         known = [field.name for field in fields(cls)]

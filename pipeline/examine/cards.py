@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from math import log2
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from paddle_reshard.pipeline.changes.change import Altered
 from paddle_reshard.pipeline.checkpoint.checkpoint import Checkpoint
@@ -25,7 +25,6 @@ from paddle_reshard.pipeline.convert.plan import source_in_words
 from paddle_reshard.pipeline.core.catalog import ITEMSIZES, volumes
 from paddle_reshard.pipeline.core.errors import PlanError, UnsupportedError, UsageError
 from paddle_reshard.pipeline.core.events import Observer, ignore_events
-from paddle_reshard.pipeline.core.limits import MAX_RANKS
 from paddle_reshard.pipeline.core.shown import (
     Facts,
     Result,
@@ -36,17 +35,25 @@ from paddle_reshard.pipeline.core.shown import (
     readable_seconds,
 )
 from paddle_reshard.pipeline.core.tensors import in_words
-from paddle_reshard.pipeline.core.topology import Topology, sharding_in_words
+from paddle_reshard.pipeline.core.topology import Topology, number_of_cards, sharding_in_words
 from paddle_reshard.pipeline.core.trainer_files import is_marker
 from paddle_reshard.pipeline.core.units import PathLike, texts_of
 from paddle_reshard.pipeline.examine.launch import AVERAGE_IGNORED, Launch, reads_average, remarks_on_change
 from paddle_reshard.pipeline.formats.registry import DEFAULT, FORMATS, names_of
 from paddle_reshard.pipeline.formats.targets import outline, starts_anew
 from paddle_reshard.pipeline.formats.trainer_arguments import Arguments, trainer_arguments
-from paddle_reshard.pipeline.request.options import ConversionOptions, Decides, Kind, declarations, flag_of
+from paddle_reshard.pipeline.request.options import (
+    ConversionOptions,
+    Decides,
+    Kind,
+    Targets,
+    declarations,
+    flag_of,
+)
 from paddle_reshard.pipeline.request.parse import (
     ConversionRequest,
     Values,
+    check_options,
     locations_of,
     parse_request,
     read_target,
@@ -318,10 +325,34 @@ def plan_cards(
     )
 
 
+def with_topology(
+    source: PathLike,
+    target: Targets | None,
+    options: Mapping[str, Any],
+    say: Callable[[str], object] = lambda said: None,
+) -> Any:
+    """The options of a conversion, with the nearest topology where ``to`` is a number of cards; ``say`` is told of it.
+
+    Raises
+    ------
+    PlanError
+        If no topology of so many cards is the nearest, or the checkpoint needs no conversion for it.
+    """
+    cards = None if isinstance(target, Mapping) else number_of_cards(options.get("to"))
+    if cards is None:
+        return options
+    check_options(options.get("format") or DEFAULT, options)
+    listed = {name: options[name] for name in ConversionOptions.__annotations__ if name in options}
+    found = plan_cards(source, cards, cast(ConversionOptions, {**listed, "to": None, "ranks": None}))
+    topology = found.chosen().topology
+    of = counted(len(found.alternatives), "possible topology")
+    say(f"{topology}, the nearest of {of} for {cards} cards: {NEAREST}")
+    return {**options, "to": topology}
+
+
 def _check(cards: int, format: str, options: ConversionOptions) -> None:
     """Refuse options that leave no topology to choose, or a format that has none."""
-    if not 1 <= cards <= MAX_RANKS:
-        raise UsageError(f"--cards {cards}: a job has 1 to {MAX_RANKS} cards")
+    number_of_cards(cards)
     if options.get("to"):
         raise UsageError("--cards lists topologies, and --to gives one; use only one of the two")
     if options.get("ranks"):

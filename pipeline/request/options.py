@@ -119,7 +119,7 @@ class TargetOptions(TypedDict, total=False):
         FormatName | None,
         Option(choices=tuple(FORMATS), suggests=True, default=DEFAULT, help=help_of_formats()),
     ]
-    to: Annotated[str | Mapping[str, int] | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
+    to: Annotated[str | int | Mapping[str, int] | Topology | None, _of_formats("to", metavar="TOPOLOGY")]
     sharding_strategy: Annotated[Strategy | None, _of_formats("sharding_strategy")]
     state: Annotated[ModelState | None, _of_formats("state")]
     dtype: Annotated[Dtype | None, _of_formats("dtype")]

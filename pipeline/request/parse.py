@@ -451,7 +451,7 @@ def parse_target(text: str, resume: bool = False) -> tuple[str, TargetOptions]:
     for item in filter(None, (match["options"] or "").split(",")):
         name, mark, value = (part.strip() for part in item.partition("="))
         name = name.replace("-", "_")
-        if name in Topology.__dataclass_fields__:
+        if name in Topology.__dataclass_fields__ or name.isdigit():
             axes.append(item.strip())
             continue
         if name not in TARGET_OPTIONS or name == "format":

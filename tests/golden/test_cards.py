@@ -229,13 +229,56 @@ def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
 
 
 def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
-    convert = ["convert", checkpoint(ALL_AXES), tmp_path / "target", "--cards", 4]
+    convert = ["convert", checkpoint(ALL_AXES), tmp_path / "target", "--to", 4]
     ran = run_here(*convert)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.startswith("tp=2,sharding=2, the nearest of 9 possible topologies for 4 cards: ")
     assert str(paddle_reshard.inspect(tmp_path / "target").topology) == "tp=2,sharding=2"
     again = run_here(*convert, "--resume")
     assert (again.returncode, "2 of 2 groups" in again.stdout) == (0, True), again.stderr
+
+
+@pytest.mark.parametrize("format", ["hybrid", "flex"])
+def test_a_number_of_cards_is_its_nearest_topology_in_every_record(format: str, tmp_path: Path) -> None:
+    source = checkpoint(ALL_AXES)
+    nearest = paddle_reshard.plan(source, cards=4, format=format).nearest
+    assert nearest is not None
+    asked: dict[str, Any] = {"number": 4, "text": " 4 ", "topology": nearest.topology}
+    plans = {paddle_reshard.plan(source, format=format, to=to).plan.plan_id for to in asked.values()}
+    assert len(plans) == 1
+    manifests = []
+    for name, to in asked.items():
+        paddle_reshard.convert(source, tmp_path / name, format=format, to=to)
+        manifests.append((tmp_path / name / "paddle_reshard.json").read_text())
+    assert manifests == [manifests[-1]] * 3
+    assert json.loads(manifests[0])["request"]["targets"][0]["to"] == str(nearest.topology)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("launch", "SRC", "--to", 4), "4 is a number of cards"),
+        (("submit", "SRC", "DST", "--to", 4), "4 is a number of cards"),
+        (("ema", "SRC", "SRC", "DST", "--uniform", "--to", 4), "4 is a number of cards"),
+        (("convert", "SRC", "--target", "DST:hybrid:4"), "4 is a number of cards"),
+        (("convert", "SRC", "DST", "--to", 4, "--format", "huggingface"), "--to does not apply to"),
+        (("convert", "SRC", "DST", "--to", 4, "--format", "fex"), "did you mean flex"),
+        (("plan", "SRC", "--to", 0), "0 cards: a job has 1 to"),
+        (("plan", "SRC", "--to", 4, "--cards", 4), "use only one of the two"),
+    ],
+)
+def test_a_number_of_cards_where_none_can_stand_is_refused(arguments: tuple[object, ...], said: str) -> None:
+    names = {"SRC": checkpoint(ALL_AXES)}
+    ran = run_here(*(names.get(str(word), word) for word in arguments))
+    assert ran.returncode == 2
+    assert said in ran.stderr
+
+
+def test_nodes_make_their_portions_of_the_nearest_topology(tmp_path: Path) -> None:
+    """It is chosen of the whole, whatever ranks are asked for."""
+    one, other = (paddle_reshard.plan(checkpoint(ALL_AXES), to=4, ranks=ranks) for ranks in ("0-1", "2-3"))
+    assert one.portion is not None and other.portion is not None
+    assert one.portion.digest == other.portion.digest
 
 
 @pytest.mark.parametrize(
@@ -251,7 +294,7 @@ def test_convert_takes_no_topology_where_none_is_the_nearest(
 ) -> None:
     (source,) = case_directory(case).glob("*-*")
     convention = ["--convention", "paddleformers"] if "export" in case else []
-    ran = run_here("convert", source, tmp_path / "target", "--cards", cards, *convention)
+    ran = run_here("convert", source, tmp_path / "target", "--to", cards, *convention)
     assert ran.returncode == 1
     assert sentence in ran.stderr
     assert not (tmp_path / "target").exists()

@@ -39,7 +39,7 @@ CONVERT = cli.commands["convert"]
 RUN_OPTIONS = sorted(declarations().keys() - {*CONVERSION_OPTIONS})
 OF_COMMANDS = {"source", "target", "targets", "cards", "report_path", "as_json", "quiet", "events"}
 """Parameters of ``convert`` that are no options of a conversion."""
-TYPES: dict[Kind, tuple[Any, ...]] = {Kind.COUNT: (int | None, int | str | None), Kind.FLAG: (bool,)}
+TYPES: dict[Kind, tuple[Any, ...]] = {Kind.COUNT: (int | None,), Kind.FLAG: (bool,)}
 
 
 def test_the_command_line_offers_every_option_under_its_name_in_python() -> None:
@@ -61,7 +61,7 @@ def test_what_is_left_out_means_the_same_on_the_command_line_and_in_python() -> 
 def test_short_help_is_the_usual_options_and_examples_that_are_read_as_they_stand() -> None:
     shown = invoke("convert", "-h").stdout
     listed = re.findall(r"^  (--?[\w-]+)", shown, re.MULTILINE)
-    assert len(listed) == 15 + 2
+    assert len(listed) == 14 + 2
     assert listed[-2:] == ["-h", "--help"]
     examples = [line.split() for line in shown.splitlines() if line.startswith("  paddle-reshard ")]
     assert len(examples) > 3

@@ -145,7 +145,7 @@ def test_every_public_name_and_member_says_what_it_is(name: str) -> None:
 WRONG = """\
 import paddle_reshard as pr
 
-pr.convert("a", "b", to=3)  # wrong
+pr.convert("a", "b", to=3.5)  # wrong
 pr.convert("a", "b", memori="1GiB")  # wrong
 pr.convert("a", "b", workers="2")  # wrong
 pr.convert("a", {"b": {"format": 7}})  # wrong

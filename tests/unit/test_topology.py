@@ -42,6 +42,15 @@ def test_parse(text: str, expected: Topology) -> None:
         ("tp=²", "axis 'tp' in topology 'tp=²' needs a whole number, not '²'"),
         ("tp=٢", "axis 'tp' in topology 'tp=٢' needs a whole number, not '٢'"),
         ("tp=2,tp=2", "axis 'tp' is given twice in topology 'tp=2,tp=2'"),
+        ("4,tp=2", "unknown axis '4' in topology '4,tp=2'; axes are tp, pp, vpp, sharding, ep, dp; a number of cards "
+         "is given alone, --to 4"),
+        ("4.0", "4.0 cards: a number of cards is a whole number, as in 4"),
+        ("0", "0 cards: a job has 1 to 262144"),
+        ("-1", "-1 cards: a job has 1 to 262144"),
+        ("9" * 5000, f"{'9' * 40} cards: a job has 1 to 262144"),
+        ("٤", "unknown axis '٤' in topology '٤'; axes are tp, pp, vpp, sharding, ep, dp"),
+        ("4", "4 is a number of cards, which stands for a topology only as --to of convert and plan with one target, "
+         "and as --cards of resume; write axes, such as tp=2,pp=2: plan SRC --cards 4 lists what is possible"),
         ("tp=0", "axis tp has size 0; sizes are whole numbers from 1"),
     ],
 )  # fmt: skip
@@ -70,7 +79,11 @@ def test_what_is_printed_can_be_parsed(sizes: dict[str, int]) -> None:
     [
         ({"pt": 2}, "unknown axis 'pt' in topology"),
         ({"tp": "2"}, "axis tp has size '2'"),
-        (3, "3 is no topology"),
+        (
+            3,
+            "3 is a number of cards, which stands for a topology only as --to of convert and plan with one target",
+        ),
+        (None, "None is no topology"),
     ],
 )
 def test_a_mapping_is_checked_as_text_is(given: object, sentence: str) -> None:

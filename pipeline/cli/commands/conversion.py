@@ -29,7 +29,8 @@ from paddle_reshard.pipeline.cli.options import (
 )
 from paddle_reshard.pipeline.cli.terminal import print_facts, say
 from paddle_reshard.pipeline.core.errors import FinishedError, UsageError
-from paddle_reshard.pipeline.core.shown import counted, readable_bytes
+from paddle_reshard.pipeline.core.shown import readable_bytes
+from paddle_reshard.pipeline.core.topology import number_of_cards
 from paddle_reshard.pipeline.core.units import PathLike
 from paddle_reshard.pipeline.formats.registry import DEFAULT, average_target, formats_for_average
 from paddle_reshard.pipeline.request.options import (
@@ -37,13 +38,13 @@ from paddle_reshard.pipeline.request.options import (
     ConversionOptions,
     ConvertOptions,
     TargetOptions,
+    Targets,
     flag_of,
 )
 from paddle_reshard.pipeline.request.parse import locations_of, parse_request, parse_target
 
 if TYPE_CHECKING:
     from paddle_reshard.pipeline.convert.plan import ConversionPlan
-    from paddle_reshard.pipeline.core.topology import Topology
     from paddle_reshard.pipeline.examine.coverage import Coverage
 
 NOT_PROVEN = 1
@@ -134,6 +135,7 @@ def plan(
     if every:
         raise UsageError("--all is for --cards")
     destination = _targets(target, targets) if target is not None or targets else None
+    options = _with_topology(context, source, destination, options)
     request = parse_request(cast(ConversionOptions, options), destination)
     from paddle_reshard.pipeline.convert.conversion import plan_with
 
@@ -184,7 +186,7 @@ def _show_cards(source: str, cards: int, every: bool, options: Mapping[str, Any]
     examples=(
         "checkpoint-1000 one-card --to tp=1",
         "checkpoint-1000 four-stages --to pp=4,sharding=2 --report four.html",
-        "checkpoint-1000 four-cards --cards 4",
+        "checkpoint-1000 four-cards --to 4",
         "checkpoint-1000 model --format huggingface --dtype bfloat16",
         "s3://bucket/checkpoint-1000 s3://bucket/two-cards --to tp=2 --memory 4GiB",
         "checkpoint-1000 one-card --resume",
@@ -193,13 +195,6 @@ def _show_cards(source: str, cards: int, every: bool, options: Mapping[str, Any]
 @conversion_options
 @run_options
 @all_of(*map(declared, ("expected_plan", "device")))
-@outcome_option(
-    "--cards",
-    type=click.IntRange(1),
-    metavar="N",
-    help="In place of --to: the nearest topology of N cards, as plan --cards N calls it. Refused if there is none that "
-    "resumes at once and loses no state.",
-)
 @report_option
 @click.pass_context
 def convert(
@@ -208,16 +203,12 @@ def convert(
     source: str,
     target: str | None,
     targets: tuple[str, ...],
-    cards: int | None,
     **_: Any,
 ) -> None:
     """Convert a checkpoint. The target appears complete or not at all."""
     options = given(context)
-    if cards is not None:
-        if targets:
-            raise UsageError("--cards chooses the topology of one target; with --target give each its own")
-        options["to"] = _nearest(context, source, cards, options)
     destination = _targets(target, targets, bool(options.get("resume")))
+    options = _with_topology(context, source, destination, options)
     request = parse_request(cast(ConvertOptions, options), destination)
     locations = locations_of((source,), destination, request)
     from paddle_reshard.pipeline.convert.conversion import convert_with  # mistakes above are told at once
@@ -228,17 +219,19 @@ def convert(
     answer(report, lambda: print_facts([*report.facts(), *next_of(report)]))
 
 
-def _nearest(context: click.Context, source: str, cards: int, options: Mapping[str, Any]) -> Topology:
-    """The topology to which a checkpoint is converted for a number of cards, which is said before it takes hours."""
-    from paddle_reshard.pipeline.examine.cards import NEAREST
+def _with_topology(
+    context: click.Context, source: str, target: Targets | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """The options, with a topology in place of a number of cards, which is said before it takes hours."""
+    if number_of_cards(options.get("to")) is None:
+        return options
+    from paddle_reshard.pipeline.examine.cards import with_topology
 
-    describing = {name: options[name] for name in options if name in ConversionOptions.__annotations__}
-    found = paddle_reshard.plan(source, cards=cards, **describing)
-    topology = found.chosen().topology
-    if not context.params["quiet"] and context.params["events"] != ON_STDERR:
-        of = counted(len(found.alternatives), "possible topology")
-        say(f"{topology}, the nearest of {of} for {cards} cards: {NEAREST}", err=True)
-    return topology
+    silent = context.params["quiet"] or context.params["events"] == ON_STDERR
+    with_one: dict[str, Any] = with_topology(
+        source, target, options, lambda said: None if silent else say(said, err=True)
+    )
+    return with_one
 
 
 @contextmanager

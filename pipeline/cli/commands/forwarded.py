@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from paddle_reshard.clusters.ray.jobs import ConversionJob
 
-OF_ONE_PROCESS = ("events", "cards")
+OF_ONE_PROCESS = ("events",)
 """Options of ``convert`` that ``submit`` and ``watch`` do not take."""
 REPORT = "report_path"
 """An option with a local file that is not sent with a job: the job writes it."""

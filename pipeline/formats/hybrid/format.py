@@ -102,7 +102,8 @@ def _hybrid(name: str, help: str, sharded_saving: bool) -> Format:
         options={
             "to": FormatOption(
                 "topology of the target job as axis=size,…: tp, pp, vpp, sharding, ep, dp; omitted axes "
-                "are 1. Required."
+                "are 1. Required. For convert and plan also a number of cards: the nearest topology of those that "
+                "plan --cards lists."
             ),
             "sharding_strategy": SHARDING_STRATEGY,
             "layout": FormatOption(
