@@ -90,8 +90,6 @@ def _several(source: Path, target: str, to: str, **options: Any) -> object:
 @pytest.mark.parametrize(
     ("attempt", "resume"),
     [
-        (paddle_reshard.convert, False),
-        (paddle_reshard.convert, True),
         (paddle_reshard.plan, False),
         (_average, False),
         (_several, False),
