@@ -65,13 +65,14 @@ def refused(folder: Path, target: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["../{0}/{1}", "{2}/{0}/{1}", "{1}\0", "config.json", "../../etc/passwd", ""]
-)
+@pytest.mark.parametrize("name", ["../{0}/{1}", "{2}/{0}/{1}", "config.json"])
 def test_a_weight_map_names_only_what_was_listed(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """What it leads to outside is a good file, the very one that belongs in its place."""
+    """What it leads to outside is a good file, the very one that belongs in its place.
+
+    What is no name of a file: ``test_safetensors.py`` in `unit`.
+    """
     folder = tmp_path / "source"
     shutil.copytree(made("unified"), folder, copy_function=shutil.copyfile)
     index = folder / "model.safetensors.index.json"
@@ -89,7 +90,7 @@ def test_a_weight_map_names_only_what_was_listed(
     refused(folder, tmp_path / "t")
 
 
-@pytest.mark.parametrize("name", ["/etc/hosts", "../out.dis", "0_0.dist\0p", "9_9.distcp", "1_0.distcp"])
+@pytest.mark.parametrize("name", ["/etc/hosts", "../out.dis", "9_9.distcp", "1_0.distcp"])
 def test_metadata_name_only_what_was_listed(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """Of the same length, so that the pickle stays whole; the last one is there and holds other tensors."""
     folder = tmp_path / "source"

@@ -208,14 +208,6 @@ def test_one_list_may_occur_twice():
     assert root["a"] is not root["b"]
 
 
-def test_nesting_up_to_the_limit_is_read():
-    value: list[object] = []
-    for _ in range(63):
-        value = [value]
-    assert parse(pickle.dumps(value, 4)).root == value
-    assert refusal(pickle.dumps([value], 4)).reason == "nesting_too_deep"
-
-
 def test_the_number_of_opcodes_is_bounded(monkeypatch):
     data = PROTO + b"(" + b"N" * 100 + b"t" + STOP
     monkeypatch.setattr(paddle_pickle, "MAX_OPCODES", 103)
