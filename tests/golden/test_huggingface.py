@@ -482,19 +482,9 @@ def test_a_family_whose_form_is_not_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "huggingface", "to": "tp=1"}, "--to does not apply to --format huggingface"),
-        ({"format": "huggingface", "sharding_strategy": "none"}, "--sharding-strategy does not apply"),
-        (
-            {"format": "huggingface", "layout": {"sort_parameters": True}},
-            r"layout \(sort_parameters\) does not apply",
-        ),
-        ({"to": "tp=1", "dtype": "float16"}, "dtype does not apply to --format hybrid"),
-        ({"to": "tp=1", "state": "ema"}, "state does not apply"),
         ({"format": "huggingface", "dtype": "int8"}, "unknown dtype 'int8'"),
         ({"format": "huggingface", "state": "moment1"}, "unknown state 'moment1'"),
-        ({"format": "huggingface", "max_shard_size": "0"}, "holds nothing"),
         ({"format": "hf", "to": "tp=1"}, "unknown format 'hf'"),
-        ({}, "--to is missing; give the topology of the target"),
     ],
 )
 def test_requests_that_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -562,29 +552,6 @@ def test_a_tied_head_that_is_stored_too_is_compared(tmp_path: Path) -> None:
     write_safetensors(path, {**whole, "lm_head.weight": (tag, shape, data[::-1])})
     with pytest.raises(DriftError, match=r"model\.embed_tokens\.weight"):
         _read_back(tmp_path / "hf", tmp_path / "again")
-
-
-@pytest.mark.parametrize(
-    ("renamed", "message"),
-    [
-        ("model.layers.1.self_attn.k_proj.weight", "k_proj.weight: no file holds it, and it is a part of"),
-        ("model.layers.1.input_layernorm.weight", "no file holds it, and every model of .* has it in every layer"),
-        ("model.norm.weight", "no file holds it, and every model of .* has it;"),
-    ],
-)  # fmt: skip
-def test_a_tensor_that_is_missing(renamed: str, message: str, tmp_path: Path) -> None:
-    """Without an index, only the model itself tells."""
-    _export(_case("qwen2_single"), tmp_path / "hf")
-    path = tmp_path / "hf" / "model.safetensors"
-    content = path.read_bytes()
-    other = renamed.encode()[:-1] + b"z"
-    path.write_bytes(content.replace(renamed.encode(), other))
-    with pytest.raises(RuleError, match=rf"{other.decode()}: no row .* has this key in a Hugging Face"):
-        _read_back(tmp_path / "hf", tmp_path / "unified")
-    path.write_bytes(content)
-    write_safetensors(path, {k: entry for k, entry in _read(tmp_path / "hf").items() if k != renamed})
-    with pytest.raises(CheckpointError, match=message):
-        _read_back(tmp_path / "hf", tmp_path / "unified")
 
 
 def test_a_job_of_any_topology_starts_from_it(tmp_path: Path) -> None:

@@ -100,13 +100,10 @@ def test_a_job_starts_from_experts_of_four_bits(tmp_path: Path) -> None:
     keys = sorted(stored)
     files = [{key: stored[key] for key in keys[number::2]} for number in (0, 1)]
     int4 = write_model(tmp_path / "int4", files, quantised)
-    bf16 = write_model(tmp_path / "bf16", [plain], config)
-    report = paddle_reshard.convert(int4, tmp_path / "a", to="tp=2", memory="256MiB")
-    paddle_reshard.convert(bf16, tmp_path / "b", to="tp=2")
-    assert paddle_reshard.verify(tmp_path / "a", tmp_path / "b").equal
+    report = paddle_reshard.convert(int4, tmp_path / "job", to="tp=2", memory="256MiB")
     (told,) = (text for name, text in report.plan.facts() if name == "dequantised")
     assert told == f"{len(experts)} INT4 weights, to bfloat16, with a scale for each 8 elements of a row"
-    paddle_reshard.convert(int4, tmp_path / "hf", format="huggingface")
+    paddle_reshard.convert(tmp_path / "job", tmp_path / "hf", format="huggingface")
     assert read(tmp_path / "hf") == plain
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 

@@ -38,18 +38,6 @@ def test_it_holds_the_matrices_of_the_truth(name: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "ranks").glob("optimizer*"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peft_gets_the_same_from_it_as_from_the_checkpoint(name: str, tmp_path: Path) -> None:
-    source = final(name)
-    paddle_reshard.convert(source, tmp_path / "output", format="huggingface")
-    configs = {"config": source / "config.json", "lora_config": source / "lora_config.json"}
-    paddle_reshard.convert(
-        source.parent / "checkpoint-3", tmp_path / "checkpoint", format="huggingface", **configs
-    )
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "output" / file).read_bytes() == (tmp_path / "checkpoint" / file).read_bytes()
-
-
 def without_index(folder: Path) -> None:
     (folder / "peft_model.safetensors.index.json").unlink()
 

@@ -150,7 +150,8 @@ def test_random_states_go_along_to_the_same_ranks_only(tmp_path: Path) -> None:
 
 def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
     source = _source(tmp_path)
-    for name in (".model_done", ".optimizer_done", ".checkpoint_done"):
+    markers = (".model_done", ".optimizer_done", ".checkpoint_done", ".optimizer_weight.done.0")
+    for name in (*markers, ".saving_info", "async_save_info.json"):
         (source / name).write_bytes(b"3")
     (source / "hf_checkpoint-3").mkdir()
     report = paddle_reshard.convert(source, tmp_path / "target", to="pp=2,sharding=3")
@@ -158,7 +159,9 @@ def test_completion_markers_are_those_of_the_target(tmp_path: Path) -> None:
     assert signals == [f"saved_signal_{rank}" for rank in range(6)]
     assert all((tmp_path / "target" / name).read_bytes() == b"1" for name in signals)
     left = dict(report.plan.targets[0].not_carried)
-    assert "marker" in left[".model_done"]
+    assert all(
+        "completion marker" in left[name] for name in (*markers, ".saving_info", "async_save_info.json")
+    )
     assert "folder" in left["hf_checkpoint-3"]
 
 

@@ -155,30 +155,6 @@ def test_a_size_that_everything_fits_into_changes_nothing(size: str, alone: bool
     assert any("silently reads only the first" in said for said in planned.targets[0].remarks) is not alone
 
 
-def test_the_schedule_gets_a_file_of_its_own(tmp_path: Path) -> None:
-    """Where the source holds it in its optimizer files only."""
-    source = tmp_path / "source"
-    real = _checkpoint(case_directory("mp2_tied"))
-    shutil.copytree(real, source, ignore=shutil.ignore_patterns("scheduler*"), copy_function=shutil.copyfile)
-    paddle_reshard.convert(source, tmp_path / "unified", format="unified", drop=["ema"])
-    made, expected = (oracle.load_with_paddle(f / "scheduler.pdparams") for f in (tmp_path / "unified", real))
-    assert made == expected
-    assert paddle_reshard.verify(source, tmp_path / "unified").equal
-
-
-def test_markers_of_asynchronous_saving_stay_behind(tmp_path: Path) -> None:
-    source, markers = (
-        tmp_path / "source",
-        (".saving_info", "async_save_info.json", ".optimizer_weight.done.0"),
-    )
-    shutil.copytree(_checkpoint(small_case("uc_single_tied")), source, copy_function=shutil.copyfile)
-    for name in markers:
-        (source / name).write_bytes(b"1")
-    for options in ({"format": "unified"}, {"to": "tp=1"}, {"format": "huggingface"}):
-        (target,) = paddle_reshard.plan(source, tmp_path / "target", **options).targets
-        assert set(markers) <= {path for path, reason in target.not_carried if "completion marker" in reason}
-
-
 @pytest.mark.parametrize(
     ("size", "told"), [(0, "0 holds nothing"), ("0.5", "0.5 holds nothing"), ("two", "'two' is not")]
 )
