@@ -185,3 +185,17 @@ class Watched(OneByOne):
         (self.notes / str(os.getpid())).write_text(os.environ.get(self.variable, "none"))
         time.sleep(self.seconds)
         self.source.read_into(path, byte_offset, buffer)
+
+
+@dataclass(frozen=True)
+class Awaiting(Watched):
+    """Reads on, once the file ``expected`` beside the notes says how many, only when so many processes read."""
+
+    def read_into(self, path: str, byte_offset: int, buffer: memoryview) -> None:
+        super().read_into(path, byte_offset, buffer)
+        expected = self.notes.with_name("expected")
+        deadline = time.monotonic() + 120
+        while expected.exists() and len(list(self.notes.iterdir())) < int(expected.read_text() or 0):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other processes do not come")
+            time.sleep(0.05)

@@ -18,7 +18,7 @@ from paddle_reshard.clusters.ray.backlog import ATTEMPTS
 from paddle_reshard.clusters.ray.engine import RayEngine
 from paddle_reshard.pipeline.planning.work import RemainingGroups
 from tests.cluster.conftest import OBJECT_STORE_BYTES, Conversion
-from tests.cluster.faults import Watched
+from tests.cluster.faults import Awaiting, Watched
 from tests.cluster.test_own_ray import await_true
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.cluster]
@@ -47,7 +47,7 @@ def watching(notes: Path, engine: RayEngine, event: Callable[[int], None]) -> En
 
     def run(works: RemainingGroups, source: object, target: object) -> Iterator[object]:
         notes.mkdir()
-        for report in engine.run(works, Watched(source, notes, seconds=0.05), target):
+        for report in engine.run(works, Awaiting(source, notes), target):
             event(len(list(notes.iterdir())))
             yield report
 
@@ -66,6 +66,7 @@ def test_workers_on_nodes_that_come_late_are_used(
             await_true(lambda: bool(demanded(cluster)))  # Ray tells its autoscaler every few seconds
             seen.append(demanded(cluster))
             nodes.append(spot_node(cluster, cpus=2))
+            (tmp_path / "expected").write_text("3")
         seen.append(readers)
 
     try:
