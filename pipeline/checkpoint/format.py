@@ -63,19 +63,24 @@ class NotLoaded(NamedTuple):
     """The same for routed experts, of which ranks of ``ep`` have whole ones."""
     instead: str = ""
     """A format that such a job loads, where from this one it starts, with wrong values."""
+    alone: str = ""
+    """In jobs on one card."""
 
     def by(self, topology: Topology) -> str:
         """Why a job of this topology does not."""
         of_expert = 1 if topology.ep > 1 else topology.tp
         other_tp = self.tp not in (0, topology.tp) or self.expert_tp not in (0, of_expert)
         return (
-            self.ever or (self.under_tp if other_tp else "") or (self.with_stages if topology.pp > 1 else "")
+            self.ever
+            or (self.under_tp if other_tp else "")
+            or (self.with_stages if topology.pp > 1 else "")
+            or (self.alone if topology.world_size == 1 else "")
         )
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """All of them, whatever the job."""
-        return tuple(filter(None, (self.ever, self.under_tp, self.with_stages)))
+        return tuple(filter(None, (self.ever, self.under_tp, self.with_stages, self.alone)))
 
 
 LOADED: Final = NotLoaded()

@@ -251,6 +251,8 @@ class CardsPlan(Result):
     def _as_it_is(self) -> Facts:
         if self.any_topology:
             return [("as it is", f"the trainer reads it in each of these topologies: {self._launch()}")]
+        if self.not_loaded.alone:
+            return [("not as it is", self.not_loaded.alone)]
         why = {"tp": self.not_loaded.under_tp, "pp": self.not_loaded.with_stages}
         axes = [axis for axis, reason in why.items() if reason]
         if not axes:
@@ -312,6 +314,7 @@ def plan_cards(
         raise PlanError(f"{store.location}: no topology of {cards} cards is possible: {reasons}")
     any_topology = _any_topology(checkpoint)
     not_loaded = FORMATS[checkpoint.format].not_loaded(checkpoint) if any_topology else LOADED
+    not_loaded = not_loaded if cards == 1 else not_loaded._replace(alone="")
     return CardsPlan(
         store.location,
         source_in_words(checkpoint),

@@ -58,10 +58,14 @@ def _loaded_with(library: str, strategy: str) -> Mapping[str, str | bool]:
 
 
 def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
+    from paddle_reshard.pipeline.formats.unified.names import sort_files
     from paddle_reshard.pipeline.formats.unified.source import has_tied_states_once
     from paddle_reshard.pipeline.formats.unified.target import not_loaded
 
-    return not_loaded(checkpoint.model.table, has_tied_states_once(checkpoint))
+    several = any(
+        file.number for file in sort_files(file.path for file in checkpoint.catalog.files) if not file.of_rank
+    )
+    return not_loaded(checkpoint.model.table, has_tied_states_once(checkpoint), several)
 
 
 FORMAT = Format(  # weights, master weights and optimizer states, each kind in files of its own

@@ -99,13 +99,14 @@ _TIED_ONCE = (
     "flex, or unified in several files, with --max-shard-size"
 )
 _FIRST_ALONE = (
-    "it has several files of a kind, of which a job on one card silently reads only the first; for such a job, omit "
-    "--max-shard-size"
+    "it has several files of a kind, of which a job on one card silently reads only the first; such a job needs --to "
+    "tp=1, or --format unified without --max-shard-size"
 )
 
 
-def not_loaded(table: RuleTable, tied_once: bool) -> NotLoaded:
-    """Which jobs do not load such a checkpoint; ``tied_once``: tied words have states under one of their keys.
+def not_loaded(table: RuleTable, tied_once: bool, several: bool = False) -> NotLoaded:
+    """Which jobs do not load such a checkpoint; ``tied_once``: tied words have states under one of their keys;
+    ``several``: a kind has several files, whose first a single card reads (``load_save_single_card.py`` of both).
 
     Under tp PaddleFormers' loader asks the class how to cut (1.2.0 ``trainer/unified_checkpoint/load_local.py:117``).
     Of the models that it trains only those of its recipes and ERNIE's vision models answer
@@ -114,7 +115,12 @@ def not_loaded(table: RuleTable, tied_once: bool) -> NotLoaded:
     also of PaddleNLP 3).
     """
     answers = table.library != "paddleformers" or table.recipe or table.family in _CUT_BY_CLASS
-    return NotLoaded("", "" if answers else _UNDER_TP, _TIED_ONCE if tied_once else "")
+    return NotLoaded(
+        "",
+        "" if answers else _UNDER_TP,
+        _TIED_ONCE if tied_once else "",
+        alone=_FIRST_ALONE if several else "",
+    )
 
 
 _Entry = tuple[str, int]
