@@ -339,10 +339,11 @@ def test_converter_refuses_local_experts(checkpoint):
 # -------------------------------------------------------------------------------------------- the environment
 
 
-def test_a_training_environment_needs_numpy_only(checkpoint):
+def test_a_training_environment_needs_numpy_only(checkpoint, tmp_path):
     """Libraries of the converter that a training job may lack, or cannot import, are not imported."""
     program = """
         import sys
+        from types import SimpleNamespace
 
         class Missing:
             def find_spec(self, name, path=None, target=None):
@@ -352,15 +353,32 @@ def test_a_training_environment_needs_numpy_only(checkpoint):
         sys.meta_path.insert(0, Missing())
         import numpy as np
         import paddle_reshard
+        from paddle_reshard.pipeline.training.async_ema import Weights
 
-        norm = np.zeros({shape}, np.uint16)
-        paddle_reshard.load_into({{"model.norm.weight": norm}}, {path!r})
+        key, shape, path = "model.norm.weight", {shape}, {path!r}
+        norm = np.zeros(shape, np.uint16)
+        paddle_reshard.load_into({{key: norm}}, path)
         assert norm.tobytes() == bytes.fromhex({expected!r})
+
+        kind = {{"stop_gradient": False, "dtype": "paddle.bfloat16"}}
+        live = {{key: SimpleNamespace(name=name, shape=shape, **kind) for key, (name, shape) in {job}.items()}}
+        assert paddle_reshard.check_names(SimpleNamespace(state_dict=lambda: live), path) == len(live)
+
+        with paddle_reshard.AsyncEma(lambda: Weights({{"w": np.ones(shape, np.float32)}}), decay=0.5) as ema:
+            ema.load(path, paddle_reshard.RankPieces({{"w": paddle_reshard.Piece(key, shape)}}))
+            ema.save({made!r}, "ema.pdopt")
     """
     path, truth = checkpoint
     norm = truth["model.norm.weight"]
     missing = "pyarrow ray fsspec s3fs aiobotocore awscrt tenacity click rich paddle"
     source = textwrap.dedent(program).format(
-        missing=missing.split(), shape=norm.shape, path=str(path), expected=norm.tobytes().hex()
+        missing=missing.split(),
+        shape=norm.shape,
+        path=str(path),
+        expected=norm.tobytes().hex(),
+        job={key: (name, list(MODEL.shapes[key])) for key, name in MODEL.names.items()},
+        made=str(tmp_path),
     )
     subprocess.run([sys.executable, "-W", "error", "-c", source], check=True)
+    (average,) = oracle.load_with_paddle(tmp_path / "ema.pdopt")["master_weights"].values()
+    assert np.asarray(average).tobytes() == truth["model.norm.weight.ema_w_0"].tobytes()

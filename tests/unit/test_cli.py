@@ -98,20 +98,6 @@ def test_convert_prints_one_json_object(tmp_path: Path) -> None:
     assert data["moved"]["written_bytes"] == data["plan"]["write_bytes"]
 
 
-def test_verify_distinguishes_equal_from_different_by_its_exit_status(one_card: Path, tmp_path: Path) -> None:
-    equal = run("verify", DEMO, one_card, "--json")
-    assert (equal.returncode, json.loads(equal.stdout)["equal"]) == (0, True)
-    shutil.copytree(one_card, tmp_path / "changed", copy_function=shutil.copyfile)
-    path = tmp_path / "changed" / "ema.pdopt"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-    different = run("verify", DEMO, tmp_path / "changed")
-    assert different.returncode == 1
-    assert "(ema_master_weight): element" in different.stdout
-    assert run("verify", DEMO, tmp_path / "changed", "--states", "param,moment1").returncode == 0
-
-
 def test_verify_keeps_its_progress_in_a_file_until_it_has_ended(one_card: Path, tmp_path: Path) -> None:
     progress = tmp_path / "compared.jsonl"
     done = run("verify", DEMO, one_card, "--resume", progress)
@@ -194,7 +180,8 @@ def test_verify_reports_each_state_that_one_side_lacks_once(tmp_path: Path) -> N
     exchanged = run("verify", tmp_path / "unified", DEMO, "--subset")
     assert exchanged.returncode == 1
     assert "or exchange A and B and give --subset if A may hold" in exchanged.stdout
-    assert run("verify", DEMO, tmp_path / "unified", "--subset").returncode == 0
+    for fewer in (("--subset",), ("--states", "param,moment1")):
+        assert run("verify", DEMO, tmp_path / "unified", *fewer).returncode == 0
     assert len(json.loads(run("verify", DEMO, tmp_path / "unified", "--json").stdout)["differences"]) == 39
 
 
