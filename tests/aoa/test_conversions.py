@@ -39,17 +39,6 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> dict[str, Path]:
-    """PaddleFormers' own programs: to the layout of Hugging Face, and back."""
-    case = json.loads((PROGRAMS / "llama.json").read_text())
-    files = {}
-    for name in ("inverse", "forward"):
-        files[name] = tmp_path / f"{name}.json"
-        files[name].write_text(json.dumps(case[name]))
-    return files
-
-
 EXPORTED = {
     "mp2sh2_s1v2_meta_mid": "llama",  # of tp 2 and sharding 2; parameters are left out
     "mp2_tied": "llama_tied",
@@ -71,23 +60,6 @@ def test_as_the_real_export(case: str, tmp_path: Path) -> None:
         for key, (dtype, shape, held) in tensors(made).items()
     }
     assert found == json.loads((GOLDEN / "exports" / f"{case.rpartition('/')[2]}.json").read_text())
-
-
-def test_states_follow_there_and_back(llama: dict[str, Path], tmp_path: Path) -> None:
-    """A FlexCheckpoint in the layout of Hugging Face, and from there a job of another topology."""
-    rewritten = tmp_path / "rewritten"
-    paddle_reshard.convert(SOURCE, rewritten, format="flex", aoa=llama["inverse"])
-    paddle_reshard.convert(SOURCE, tmp_path / "direct", to="tp=2,pp=2")
-    # The rule table describes the model as the trainer has it, so the tensors are turned while they are read.
-    paddle_reshard.convert(SOURCE, tmp_path / "names", format="flex")
-    assert paddle_reshard.verify(tmp_path / "names", tmp_path / "direct").equal
-    key = "model.layers.0.mlp.up_proj.weight"
-    states = {"model_state": key, "master_weight": f"{key}.w_0", "optimizer_state": f"{key}.moment1_0"}
-    for folder, name in states.items():
-        turned = load_pickled(rewritten / folder, name)
-        plain = load_pickled(tmp_path / "names" / folder, name)
-        assert np.array_equal(turned, plain.T)
-        assert turned.shape != plain.shape
 
 
 def load_pickled(folder: Path, key: str) -> np.ndarray:

@@ -31,21 +31,6 @@ def one_card(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_inspect_json_says_what_the_checkpoint_is() -> None:
-    done = run("inspect", DEMO, "--json")
-    data = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert data["topology"] == {"tp": 2, "pp": 2, "vpp": 1, "sharding": 2, "ep": 1, "dp": 1}
-    assert data["sharding_strategy"] == "stage1v2"
-    assert data["ema"] is True
-    assert {s["state"]: s["elements"] for s in data["states"]}["moment1"] == 139_840
-    assert data["tensor_bytes"] == sum(
-        p.stat().st_size
-        for p in DEMO.iterdir()
-        if p.suffix in (".pdopt", ".pdparams") and p.name != "scheduler.pdparams"
-    )
-
-
 @pytest.mark.parametrize("name", ["delta", "convert"])
 def test_a_folder_may_be_called_like_a_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,12 +12,9 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from paddle_reshard.pipeline.checkpoint.files import TargetFiles
-from paddle_reshard.pipeline.core.catalog import Catalog, fragment_rows
+from paddle_reshard.pipeline.core.catalog import fragment_rows
 from paddle_reshard.pipeline.core.literals import Literals
 from paddle_reshard.pipeline.core.part_limits import CopyLimits, PartLimits
-from paddle_reshard.pipeline.core.tensor_columns import Tensors
-from paddle_reshard.pipeline.core.tensors import Tensor
 from paddle_reshard.pipeline.planning import coverage
 from paddle_reshard.pipeline.planning.ops import MOVE, Ops
 from paddle_reshard.pipeline.planning.parts import MADE
@@ -26,7 +23,7 @@ from paddle_reshard.pipeline.planning.settings import PlanSettings
 from tests.conftest import case_directory
 from tests.jobs.command import run_here
 from tests.published import hold
-from tests.unit.test_planning import FLOAT32, SMALL, Files, columns, rows, whole
+from tests.unit.test_planning import SMALL, Files, columns, rows, sides_of, whole
 
 HYBRID = "mp2pp2sh2_s1v2_meta_ema"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -291,12 +288,7 @@ def test_plans_of_hand_made_files(monkeypatch: pytest.MonkeyPatch, name: str, wi
     monkeypatch.setattr(coverage, "WINDOW_RUNS", window_runs)
     monkeypatch.setattr(coverage, "SMALLEST_WINDOW", 100)
     one, other = (Files(boxes) for boxes in LAYOUTS[name])
-    catalog = Catalog(
-        Tensors([Tensor("w", "moment1", FLOAT32, SHAPE)]), tuple(one.files), fragment_rows(one.rows), {}
-    )
-    target = TargetFiles(
-        tuple(other.files), Literals(other.literals), tuple(other.fills), fragment_rows(other.rows)
-    )
+    catalog, target = sides_of([SHAPE], one, other)
     copies = PartLimits(1, copies=CopyLimits(1_000, 300_000)) if name == "copied" else PartLimits()
     settings = PlanSettings(FOOTPRINT_BYTES + (64 << 20), compare_replicas=False, sizes=SMALL)
     plan = plan_conversion(catalog, target, [], settings, copies)
@@ -319,12 +311,7 @@ def test_plans_of_hand_made_files(monkeypatch: pytest.MonkeyPatch, name: str, wi
 def test_a_copy_of_values_in_another_order_is_not_complete() -> None:
     """Stored row by row and wanted column by column: the bytes are as many, and begin with the same element."""
     one, other = Files(whole(SHAPE)), Files(whole(SHAPE, "F"))
-    catalog = Catalog(
-        Tensors([Tensor("w", "moment1", FLOAT32, SHAPE)]), tuple(one.files), fragment_rows(one.rows), {}
-    )
-    target = TargetFiles(
-        tuple(other.files), Literals(other.literals), tuple(other.fills), fragment_rows(other.rows)
-    )
+    catalog, target = sides_of([SHAPE], one, other)
     plan = plan_conversion(catalog, target, [], PlanSettings(FOOTPRINT_BYTES + (64 << 20), sizes=SMALL))
     (row,) = fragment_rows(one.rows).rows()
     (column,) = fragment_rows(other.rows).rows()

@@ -112,7 +112,8 @@ def test_a_reader_that_has_had_enough_is_no_trouble_worth_a_word() -> None:
 
 def test_every_command_prints_one_object_of_the_published_schema(one_card: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    assert checked(run_here("inspect", DEMO, "--json"))["command"] == "inspect"
+    topology = checked(run_here("inspect", DEMO, "--json"))["topology"]
+    assert topology == {"tp": 2, "pp": 2, "vpp": 1, "sharding": 2, "ep": 1, "dp": 1}
     assert checked(run_here("plan", DEMO, "--to", "tp=1", "--save", saved, "--json"))["command"] == "plan"
     several = ["--target", f"{tmp_path / 'a'}:hybrid:tp=2", "--target", f"{tmp_path / 'b'}:huggingface"]
     assert checked(run_here("convert", DEMO, *several, "--json"))["target_path"] is None

@@ -135,6 +135,20 @@ class Memory(OneByOne):
         return Receipt(copy.path, copy.byte_offset, copy.nbytes)
 
 
+def sides_of(shapes: Sequence[tuple[int, ...]], source: Files, target: Files) -> tuple[Catalog, TargetFiles]:
+    """The catalog and the target of these files, which hold tensors of these shapes."""
+    tensors = Tensors(Tensor(f"w{i}", "moment1", FLOAT32, shape) for i, shape in enumerate(shapes))
+    return (
+        Catalog(tensors, tuple(source.files), fragment_rows(source.rows), {}),
+        TargetFiles(
+            files=tuple(target.files),
+            literals=Literals(target.literals),
+            fills=tuple(target.fills),
+            fragments=fragment_rows(target.rows),
+        ),
+    )
+
+
 def plan_of(
     shapes: Sequence[tuple[int, ...]],
     source: Files,
@@ -143,15 +157,7 @@ def plan_of(
     limits: PartLimits = PartLimits(),
     **settings: Any,
 ) -> Plan:
-    tensors = tuple(Tensor(f"w{i}", "moment1", FLOAT32, shape) for i, shape in enumerate(shapes))
-    catalog = Catalog(Tensors(tensors), tuple(source.files), fragment_rows(source.rows), {})
-    files = TargetFiles(
-        files=tuple(target.files),
-        literals=Literals(target.literals),
-        fills=tuple(target.fills),
-        fragments=fragment_rows(target.rows),
-        parameter_names={},
-    )
+    catalog, files = sides_of(shapes, source, target)
     return plan_conversion(catalog, files, [], PlanSettings(FOOTPRINT_BYTES + room_bytes, **settings), limits)
 
 
