@@ -352,6 +352,7 @@ QUICK = (
     ("ernie_ep2_sh2_s1v2_meta_fusedexperts", "model"),
     ("ernie_ep2_sh2_s1v2_meta_mtp2_moe0", "flex by rank A"),
     ("ernie_mtp_moe0_single", "flex"),
+    ("frozen_llama_sh2_s1v2_meta_ema", "model"),
     ("lora_paddleocr_vl_sh2_s1v2_meta", "flex"),
     ("lora_qwen2_5_vl_single", "hybrid B"),
     ("pf041_llama_single", "model"),

@@ -74,15 +74,6 @@ def test_what_no_file_holds_comes_from_any_checkpoint(base: str | None, bases: P
     assert paddle_reshard.check(tmp_path / "card")
 
 
-@pytest.mark.parametrize("options", [{"format": "huggingface", "drop": ["ema"]}, {"to": "sharding=2"}])
-def test_any_target_holds_what_was_filled(options: dict[str, Any], tmp_path: Path) -> None:
-    given = checkpoint(WHOLE)
-    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "made", fill=given, **options)
-    paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
-    states = ["param"] if "format" in options else None
-    assert paddle_reshard.verify(tmp_path / "made", tmp_path / "card", states=states).equal
-
-
 def test_a_base_that_nothing_is_taken_from_is_said(tmp_path: Path) -> None:
     planned = paddle_reshard.plan(checkpoint(WHOLE), to="tp=1", fill=checkpoint(WHOLE))
     assert dict(planned.facts())["filled"].startswith("nothing was lacking")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import shutil
 from pathlib import Path
 
 import pytest
@@ -83,15 +81,6 @@ def refused(checkpoint: Path, target: Path, told: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_not_whole_or_not_known(name: str, variants: Path, tmp_path: Path) -> None:
     refused(variants / name, tmp_path / "target", VARIANTS[name])
-
-
-def test_a_strategy_that_the_tensors_do_not_fit(whole: Path, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "damaged", copy_function=shutil.copyfile)
-    meta = json.loads((whole / "model_meta.json").read_text())
-    meta["sharding_metas"] = {"tp00_pp00": {"sharding_strategy": "MuonSharding"}}
-    (tmp_path / "damaged" / "model_meta.json").write_text(json.dumps(meta))
-    told = "model_meta.json: tp00_pp00 says that sharding_strategy is MuonSharding, and no tensor has moment1 alone"
-    refused(tmp_path / "damaged", tmp_path / "target", told)
 
 
 def test_a_tensor_that_no_metadata_names_is_missed(whole: Path, tmp_path: Path) -> None:

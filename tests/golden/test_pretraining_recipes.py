@@ -209,12 +209,6 @@ def test_through_another_topology_a_case_has_the_files_of_the_recipe(
     (_assert_tied if case == MTP else oracle.assert_same_tensors)(found, truth)
 
 
-@pytest.mark.parametrize("case", FUSED_NORMS)
-def test_fused_norms_are_not_cut(case: str) -> None:
-    with pytest.raises(RuleError, match="what a job calls its parameter is not known"):
-        paddle_reshard.plan(_case(case) / "checkpoint-3", to="tp=2")
-
-
 def _assert_tied(found: oracle.Tensors, truth: oracle.Tensors) -> None:
     """Whichever of both keys a reader gives the one parameter, it is all there."""
     head, words = "lm_head.weight", "ernie.embed_tokens.weight"
@@ -360,12 +354,16 @@ def test_experts_that_are_one_tensor_of_each_rank(through: str, tmp_path: Path) 
         assert np.concatenate(held).tobytes() == truth[key].tobytes()
 
 
-def test_fused_experts_are_of_their_ranks_alone(tmp_path: Path) -> None:
-    source = _case(FUSED) / "checkpoint-3"
-    with pytest.raises(RuleError, match=r"what a job calls its parameter is not known"):
-        paddle_reshard.convert(source, tmp_path / "made", to="tp=2")
-    with pytest.raises(PlanError, match="have 4 experts that can be told apart"):
-        paddle_reshard.convert(source, tmp_path / "made", to="sharding=3,ep=3")
+def test_what_the_recipe_does_not_distribute_is_not_distributed() -> None:
+    """Neither by tp, nor fused experts over ranks between which they cannot be shared out."""
+    unnamed = "what a job calls its parameter is not known"
+    for case, topology, words in (
+        *[(case, "tp=2", unnamed) for case in (*FUSED_NORMS, FUSED)],
+        (FUSED, "sharding=3,ep=3", "have 4 experts that can be told apart"),
+        *[(META, topology, "experts") for topology in ("tp=2", "tp=2,sharding=2,ep=2")],
+    ):
+        with pytest.raises((PlanError, RuleError), match=words):
+            paddle_reshard.plan(_case(case) / "checkpoint-3", to=topology)
 
 
 def test_a_share_of_experts_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
@@ -378,12 +376,6 @@ def test_of_an_unknown_family_nothing_that_ranks_number_themselves_is_read(tmp_p
     source = _with_config(META, tmp_path, model_type="my_own")
     with pytest.raises(RuleError, match="each rank of ep=2 has a tensor of its own under this key"):
         paddle_reshard.convert(source, tmp_path / "made", to="tp=1")
-
-
-def test_tensor_parallelism_of_experts_is_refused(tmp_path: Path) -> None:
-    for topology in ("tp=2", "tp=2,sharding=2,ep=2"):
-        with pytest.raises((PlanError, RuleError), match="experts"):
-            paddle_reshard.convert(_case(META) / "checkpoint-3", tmp_path / "made", to=topology)
 
 
 def test_an_option_of_the_recipe_that_is_not_known_is_refused(tmp_path: Path) -> None:
