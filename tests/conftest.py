@@ -157,6 +157,12 @@ def case_directory(name: str) -> Path:
     return target
 
 
+def checkpoint_of(case: str) -> Path:
+    """Return the folder of the only checkpoint of a case; it is not to be changed."""
+    (found,) = case_directory(case).glob("checkpoint-*")
+    return found
+
+
 def case_files(groups: tuple[str, ...], pattern: str) -> list[Path]:
     """Return all files of the cases of some groups whose path in the case matches."""
     names = [name for group in groups for name in case_names(group)]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import paddle_reshard
-from tests.conftest import case_directory
+from tests.conftest import case_directory, checkpoint_of
 from tests.jobs.command import run_here
 from tests.oracle import unpickle
 from tests.published import checked
@@ -28,11 +28,6 @@ FURTHER = (
     *("moe/nlp_dsv2_ep_dp2sh2_s1v2_meta", "moe/ep2_sh2_s1v2_meta_ema"),
 )
 TEXT = ("LR_Scheduler", "StructuredToParameterName@@")
-
-
-def checkpoint(case: str) -> Path:
-    (found,) = case_directory(case).glob("checkpoint-*")
-    return found
 
 
 def array_bytes(value: Any) -> int:
@@ -63,7 +58,7 @@ def sizes_by_rank(folder: Path) -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("case", [*CASES, *map(exhaustive, FURTHER)])
 def test_the_fullest_rank_holds_what_its_real_files_hold(case: str) -> None:
-    source = checkpoint(case)
+    source = checkpoint_of(case)
     found = paddle_reshard.inspect(source)
     assert found.topology is not None
     layout = {"stage3_segment_size": 512} if "seg512" in case else None  # a setting of the job, in no file
@@ -92,7 +87,7 @@ def test_the_fullest_rank_holds_what_its_real_files_hold(case: str) -> None:
 def test_the_fullest_rank_of_an_offer_holds_what_its_files_will_hold(
     case: str, to: str, tmp_path: Path
 ) -> None:
-    source = checkpoint(case)
+    source = checkpoint_of(case)
     (offer,) = (one for one in paddle_reshard.plan(source, cards=4) if str(one.topology) == to)
     assert offer.strategy == "stage1v2"  # whose buffers and padding depend on the order of parameters
     paddle_reshard.convert(source, tmp_path / "target", to=to, replicas="report")
@@ -104,7 +99,7 @@ def test_the_fullest_rank_of_an_offer_holds_what_its_files_will_hold(
 
 
 def test_parameters_that_are_in_no_file_are_on_the_card() -> None:
-    source = checkpoint(ALL_AXES)
+    source = checkpoint_of(ALL_AXES)
     metas = json.loads((source / "model_meta.json").read_text())["sharding_metas"].values()
     expected = max(
         2 * sum(int(np.prod(shape)) for shape, *_ in cell["param_meta"].values()) for cell in metas
@@ -116,7 +111,7 @@ def test_parameters_that_are_in_no_file_are_on_the_card() -> None:
 
 @pytest.mark.parametrize("case", [*CASES, *map(exhaustive, FURTHER)])
 def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) -> None:
-    source = checkpoint(case)
+    source = checkpoint_of(case)
     cards = paddle_reshard.plan(source, cards=4)
     assert cards.alternatives
     for one in cards.alternatives:
@@ -136,17 +131,17 @@ def test_what_is_offered_can_be_planned_and_what_is_refused_cannot(case: str) ->
 
 
 def test_a_job_starts_from_the_target_with_the_arguments_that_launch_prints(tmp_path: Path) -> None:
-    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    cards = paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=4)
     alone = [one for one in cards.alternatives if one.topology.dp == 1]
     for number, one in enumerate(alone[::2]):
         target = tmp_path / str(number)
-        paddle_reshard.convert(checkpoint(ALL_AXES), target, to=one.topology)
+        paddle_reshard.convert(checkpoint_of(ALL_AXES), target, to=one.topology)
         expected = {**one.arguments, "resume_from_checkpoint": str(target)}
         assert dict(paddle_reshard.launch(target).arguments) == expected
 
 
 def without_average(folder: Path) -> Path:
-    source = Path(shutil.copytree(checkpoint(ALL_AXES), folder))
+    source = Path(shutil.copytree(checkpoint_of(ALL_AXES), folder))
     for path in source.glob("ema.*"):
         path.unlink()
     return source
@@ -160,30 +155,30 @@ def test_the_nearest_keeps_tensor_and_pipeline_parallelism(tmp_path: Path) -> No
         "pp=4", "sharding=4", "tp=2,sharding=2", "dp=4",
     }  # fmt: skip
     assert {str(one.topology) for one in cards.refused} == {"tp=4"}  # two heads of keys and values
-    assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=8).nearest.command == ""  # type: ignore[union-attr]
+    assert paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=8).nearest.command == ""  # type: ignore[union-attr]
 
 
 def test_a_job_that_goes_on_with_its_average_is_nearer_than_one_that_ignores_it() -> None:
-    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    cards = paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=4)
     assert cards.nearest is cards.alternatives[0]
     assert str(cards.nearest.topology) == "tp=2,sharding=2"
     for one in cards.alternatives:  # the trainer reads ema.* with load_sharded_model alone
         ignored = "load_sharded_model" not in one.arguments
         assert ("the average" in dict(one.lost)) == ignored == one.ignores_average, one.topology
-    assert paddle_reshard.plan(checkpoint(ALL_AXES), cards=1).nearest.ignores_average
+    assert paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=1).nearest.ignores_average
 
 
 def test_a_format_of_whole_tensors_is_read_as_it_is() -> None:
-    cards = paddle_reshard.plan(checkpoint("dense/uc_single"), cards=2)
+    cards = paddle_reshard.plan(checkpoint_of("dense/uc_single"), cards=2)
     assert not cards.any_topology  # its trainer reads it in those without tp only
     assert cards.nearest is None
     said = dict(cards.facts())["as it is"]
     assert "in those without tp" in said and "launch" in said
-    assert paddle_reshard.plan(checkpoint("dense/nlp_uc_mp2pp2"), cards=2).any_topology
+    assert paddle_reshard.plan(checkpoint_of("dense/nlp_uc_mp2pp2"), cards=2).any_topology
 
 
 def test_the_command_prints_a_table_of_plain_numbers() -> None:
-    ran = run_here("plan", checkpoint(ALL_AXES), "--cards", 4)
+    ran = run_here("plan", checkpoint_of(ALL_AXES), "--cards", 4)
     assert ran.returncode == 0, ran.stderr
     rows = [line.split("\t") for line in ran.stdout.splitlines()]
     table = [row for row in rows if len(row) == len(rows[0])]
@@ -194,7 +189,7 @@ def test_the_command_prints_a_table_of_plain_numbers() -> None:
 
 
 def test_the_json_is_as_published() -> None:
-    found = checked(run_here("plan", checkpoint(ALL_AXES), "--cards", 4, "--json"))
+    found = checked(run_here("plan", checkpoint_of(ALL_AXES), "--cards", 4, "--json"))
     (nearest,) = [one for one in found["alternatives"] if one["nearest"]]
     assert nearest["arguments"]["tensor_model_parallel_size"] == 2
     assert nearest["card_bytes"]["total"] == sum(nearest["card_bytes"].values()) / 2
@@ -209,18 +204,18 @@ def test_the_json_is_as_published() -> None:
     ],
 )
 def test_what_leaves_nothing_to_choose_is_refused(arguments: list[str], sentence: str) -> None:
-    ran = run_here("plan", checkpoint(ALL_AXES), *arguments, "--cards", 4)
+    ran = run_here("plan", checkpoint_of(ALL_AXES), *arguments, "--cards", 4)
     assert ran.returncode != 0
     assert sentence in ran.stderr
 
 
 def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
     page = tmp_path / "cards.html"
-    ran = run_here("plan", checkpoint(ALL_AXES), "--cards", 4, "--report", page, "--quiet")
+    ran = run_here("plan", checkpoint_of(ALL_AXES), "--cards", 4, "--report", page, "--quiet")
     assert ran.returncode == 0, ran.stderr
     text = page.read_text()
     drawn = text[text.index('<section id="grids"') :]
-    shown = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4).distinct()
+    shown = paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=4).distinct()
     assert drawn.count("<figure") == len(shown)
     assert drawn.count("<i></i>") == 4 * drawn.count("<figure")
     for one in shown:
@@ -229,7 +224,7 @@ def test_a_report_shows_ranks_and_the_lines_to_copy(tmp_path: Path) -> None:
 
 
 def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
-    convert = ["convert", checkpoint(ALL_AXES), tmp_path / "target", "--to", 4]
+    convert = ["convert", checkpoint_of(ALL_AXES), tmp_path / "target", "--to", 4]
     ran = run_here(*convert)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.startswith("tp=2,sharding=2, the nearest of 9 possible topologies for 4 cards: ")
@@ -240,7 +235,7 @@ def test_convert_takes_the_nearest_topology_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["hybrid", "flex"])
 def test_a_number_of_cards_is_its_nearest_topology_in_every_record(format: str, tmp_path: Path) -> None:
-    source = checkpoint(ALL_AXES)
+    source = checkpoint_of(ALL_AXES)
     nearest = paddle_reshard.plan(source, cards=4, format=format).nearest
     assert nearest is not None
     asked: dict[str, Any] = {"number": 4, "text": " 4 ", "topology": nearest.topology}
@@ -268,7 +263,7 @@ def test_a_number_of_cards_is_its_nearest_topology_in_every_record(format: str, 
     ],
 )
 def test_a_number_of_cards_where_none_can_stand_is_refused(arguments: tuple[object, ...], said: str) -> None:
-    names = {"SRC": checkpoint(ALL_AXES)}
+    names = {"SRC": checkpoint_of(ALL_AXES)}
     ran = run_here(*(names.get(str(word), word) for word in arguments))
     assert ran.returncode == 2
     assert said in ran.stderr
@@ -276,7 +271,7 @@ def test_a_number_of_cards_where_none_can_stand_is_refused(arguments: tuple[obje
 
 def test_nodes_make_their_portions_of_the_nearest_topology(tmp_path: Path) -> None:
     """It is chosen of the whole, whatever ranks are asked for."""
-    one, other = (paddle_reshard.plan(checkpoint(ALL_AXES), to=4, ranks=ranks) for ranks in ("0-1", "2-3"))
+    one, other = (paddle_reshard.plan(checkpoint_of(ALL_AXES), to=4, ranks=ranks) for ranks in ("0-1", "2-3"))
     assert one.portion is not None and other.portion is not None
     assert one.portion.digest == other.portion.digest
 
@@ -301,7 +296,7 @@ def test_convert_takes_no_topology_where_none_is_the_nearest(
 
 
 def test_data_parallel_variants_of_sharded_topologies_are_for_those_who_ask() -> None:
-    cards = paddle_reshard.plan(checkpoint(ALL_AXES), cards=4)
+    cards = paddle_reshard.plan(checkpoint_of(ALL_AXES), cards=4)
     every = {str(one.topology) for one in cards.alternatives}
     assert every - {str(one.topology) for one in cards.distinct()} == {
         *("tp=2,dp=2", "pp=2,dp=2", "sharding=2,dp=2", "dp=4")
@@ -310,7 +305,7 @@ def test_data_parallel_variants_of_sharded_topologies_are_for_those_who_ask() ->
 
 def test_a_refusal_names_its_topology_once(tmp_path: Path) -> None:
     source = tmp_path / "parameters"
-    paddle_reshard.convert(checkpoint(ALL_AXES), source, format="huggingface")
+    paddle_reshard.convert(checkpoint_of(ALL_AXES), source, format="huggingface")
     refused = paddle_reshard.plan(source, cards=2, format="hybrid").refused
     assert refused
     assert [one.reason for one in refused if one.reason.startswith(str(one.topology))] == []

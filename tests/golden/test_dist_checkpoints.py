@@ -15,14 +15,9 @@ from paddle_reshard.pipeline.formats.flex.source import DataFile, catalog_flex, 
 from paddle_reshard.storage.files.dist_metadata import encode_dist_metadata, parse_dist_metadata
 from paddle_reshard.storage.files.paddle_pickle import ArrayRef, parse_pickle
 from paddle_reshard.storage.files.safetensors import is_safetensors, parse_safetensors
-from tests.conftest import case_directory
+from tests.conftest import checkpoint_of
 
 ZERO, ONE, NINE = (f"model_state/{number}_0.distcp" for number in (0, 1, 9))
-
-
-def checkpoint(case: str) -> Path:
-    (found,) = (case_directory(case)).glob("checkpoint-*")
-    return found
 
 
 def read(sizes: dict, metadata: dict, arrays: dict, fused: Callable = not_fused) -> Catalog:
@@ -55,7 +50,7 @@ def index(folder: Path) -> tuple[dict, dict, dict]:
 @pytest.mark.parametrize("case", ["st_distcp_2ranks", "st_distcp_2ranks_as34"])
 def test_arrays_of_no_known_model_are_listed_whatever_their_files_are_called(case: str) -> None:
     """Paddle 3.4 calls data files ``.distcp`` that hold safetensors."""
-    folder = checkpoint(f"small-safetensors/{case}")
+    folder = checkpoint_of(f"small-safetensors/{case}")
     found = inspect(folder)
     held = {(one.file, one.key): one.shape for one in found.stored}
     for path in sorted((folder / "model_state").glob("[01]_0.*")):
@@ -67,7 +62,7 @@ def test_arrays_of_no_known_model_are_listed_whatever_their_files_are_called(cas
 @pytest.mark.parametrize("case", ["dense/fc_mp2pp2sh2_s1v2", "dense/auto_dp2mp2"])
 def test_older_metadata_say_the_same_where_they_can(case):
     """Without ranges, the older forms describe the same checkpoint; shapes and dtypes come from the pieces."""
-    sizes, metadata, arrays = index(checkpoint(case))
+    sizes, metadata, arrays = index(checkpoint_of(case))
     for name in [name for name, found in metadata.items() if (found.pieces["flattened_range"] >= 0).any()]:
         folder = name.rpartition("/")[0]
         del metadata[name]
@@ -128,7 +123,7 @@ def _copy(index: int, old: str, new: str) -> Callable:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together_is_refused(damage, told):
-    parts = index(checkpoint("dense/fc_mp2pp2"))
+    parts = index(checkpoint_of("dense/fc_mp2pp2"))
     assert len(read(*parts).tensors) == 234
     damage(*parts)
     with pytest.raises(CheckpointError, match=told):
@@ -136,7 +131,7 @@ def test_what_does_not_fit_together_is_refused(damage, told):
 
 
 def test_blocks_that_are_no_parts_are_refused():
-    parts = index(checkpoint("dense/fc_mp2pp2"))
+    parts = index(checkpoint_of("dense/fc_mp2pp2"))
     fused = {"model.layers.1.mlp.up_proj.weight": (1, (2, 3))}
     with pytest.raises(CheckpointError, match=r"1.mlp.up_proj.weight .*not 2 equal blocks of these parts"):
         read(*parts, fused.get)

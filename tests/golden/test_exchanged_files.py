@@ -16,8 +16,8 @@ import paddle_reshard
 from paddle_reshard.pipeline.cli.json_output import data_of
 from paddle_reshard.pipeline.core.errors import CoverageError
 from paddle_reshard.pipeline.report.describe import describe_plan
-from tests.conftest import REPO
-from tests.mutations.exchanged import CASES, COUNTS, checkpoint_of, in_words, outcomes, permuted
+from tests.conftest import REPO, checkpoint_of
+from tests.mutations.exchanged import CASES, COUNTS, in_words, outcomes, permuted
 from tests.sampling import exhaustive
 
 SAMPLE = (

@@ -20,7 +20,7 @@ from paddle_reshard.pipeline.indexing.detect import index_checkpoint
 from paddle_reshard.pipeline.model.rules.tables import shipped_tables
 from paddle_reshard.storage.locate import Access, open_source
 from paddle_reshard.tasks.index import index_here
-from tests.conftest import case_directory
+from tests.conftest import case_directory, checkpoint_of
 from tests.golden.compare_one_card import read_one_card
 from tests.golden.unified_cases import read_file as stored
 from tests.golden.unified_cases import write_safetensors
@@ -35,10 +35,6 @@ BASES: dict[str, dict[str, Any]] = {
     "unified": {"format": "unified"},
     "tensor-parallel": {"format": "hybrid-plain", "to": "tp=2"},
 }
-
-
-def checkpoint(case: str) -> Path:
-    return case_directory(case) / "checkpoint-3"
 
 
 def truth(case: str = SHARDED) -> dict[str, bytes]:
@@ -58,14 +54,14 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base on one card, as checkpoints of other formats and topologies."""
     folder = tmp_path_factory.mktemp("bases")
     for name, options in BASES.items():
-        paddle_reshard.convert(checkpoint(WHOLE), folder / name, **options)
+        paddle_reshard.convert(checkpoint_of(WHOLE), folder / name, **options)
     return folder
 
 
 @pytest.mark.parametrize("base", [None, *BASES])
 def test_what_no_file_holds_comes_from_any_checkpoint(base: str | None, bases: Path, tmp_path: Path) -> None:
-    given = checkpoint(WHOLE) if base is None else bases / base
-    report = paddle_reshard.convert(checkpoint(SHARDED), tmp_path / "card", to="tp=1", fill=given)
+    given = checkpoint_of(WHOLE) if base is None else bases / base
+    report = paddle_reshard.convert(checkpoint_of(SHARDED), tmp_path / "card", to="tp=1", fill=given)
     assert read_one_card(tmp_path / "card") == truth()
     record = json.loads((tmp_path / "card" / "paddle_reshard.json").read_text())["filled"]
     assert record["location"] == str(given)
@@ -75,7 +71,7 @@ def test_what_no_file_holds_comes_from_any_checkpoint(base: str | None, bases: P
 
 
 def test_a_base_that_nothing_is_taken_from_is_said(tmp_path: Path) -> None:
-    planned = paddle_reshard.plan(checkpoint(WHOLE), to="tp=1", fill=checkpoint(WHOLE))
+    planned = paddle_reshard.plan(checkpoint_of(WHOLE), to="tp=1", fill=checkpoint_of(WHOLE))
     assert dict(planned.facts())["filled"].startswith("nothing was lacking")
 
 
@@ -90,23 +86,23 @@ def test_a_base_with_another_shape_or_dtype_is_refused(
     options: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     given = tmp_path / "base"
-    paddle_reshard.convert(checkpoint(WHOLE), given, format="huggingface", **options)
+    paddle_reshard.convert(checkpoint_of(WHOLE), given, format="huggingface", **options)
     with pytest.raises(paddle_reshard.CoverageError, match=sentence) as caught:
-        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=given)
+        paddle_reshard.plan(checkpoint_of(SHARDED), to="tp=1", fill=given)
     assert EMBEDDING in str(caught.value)
     assert f"{given}, given with --fill" in str(caught.value)
 
 
 def test_a_base_that_lacks_it_too_is_refused() -> None:
     with pytest.raises(paddle_reshard.CoverageError, match="has no such tensor either") as caught:
-        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=checkpoint(SHARDED))
+        paddle_reshard.plan(checkpoint_of(SHARDED), to="tp=1", fill=checkpoint_of(SHARDED))
     assert EMBEDDING in str(caught.value)
 
 
 def test_a_base_of_another_family_is_refused() -> None:
     other = case_directory("moe/moe_single") / "checkpoint-3"
     with pytest.raises(paddle_reshard.CheckpointError, match=r"a model of qwen3_moe .*of llama"):
-        paddle_reshard.plan(checkpoint(SHARDED), to="tp=1", fill=other)
+        paddle_reshard.plan(checkpoint_of(SHARDED), to="tp=1", fill=other)
 
 
 def test_a_file_gives_what_is_missing_and_the_rest_is_ignored(bases: Path, tmp_path: Path) -> None:
@@ -118,7 +114,7 @@ def test_a_file_gives_what_is_missing_and_the_rest_is_ignored(bases: Path, tmp_p
     for name, (tensors, layout) in files.items():
         write_safetensors(tmp_path / f"{name}.safetensors", tensors, layout)
         report = paddle_reshard.convert(
-            checkpoint(SHARDED), tmp_path / name, to="tp=1", fill=tmp_path / f"{name}.safetensors"
+            checkpoint_of(SHARDED), tmp_path / name, to="tp=1", fill=tmp_path / f"{name}.safetensors"
         )
         assert read_one_card(tmp_path / name) == truth()
         assert "model.norm.weight" not in dict(report.facts())["filled"]
@@ -130,7 +126,7 @@ def test_a_file_of_a_published_model_is_told_by_its_metadata_or_its_keys(
 ) -> None:
     """Queries, keys and values are one tensor in training, and cut from its three parts."""
     source, file = tmp_path / "source", tmp_path / "whole.safetensors"
-    paddle_reshard.convert(checkpoint("families/qwen3_single"), source, format="huggingface")
+    paddle_reshard.convert(checkpoint_of("families/qwen3_single"), source, format="huggingface")
     whole = stored(source / "model.safetensors")
     write_safetensors(file, whole, layout)
     kept = {key: held for key, held in whole.items() if "layers.0.self_attn" not in key}
@@ -144,7 +140,7 @@ def test_a_file_of_a_published_model_is_told_by_its_metadata_or_its_keys(
 def test_a_square_projection_is_taken_only_in_a_layout_that_the_file_says(tmp_path: Path) -> None:
     """Published models transpose it, under the same key and in the same shape."""
     key = "model.layers.0.self_attn.o_proj.weight"
-    whole, source, own = checkpoint("dense/single"), tmp_path / "source", tmp_path / "own.safetensors"
+    whole, source, own = checkpoint_of("dense/single"), tmp_path / "source", tmp_path / "own.safetensors"
     paddle_reshard.convert(whole, source, format="huggingface")
     given = stored(source / "model.safetensors")
     write_safetensors(source / "model.safetensors", {name: given[name] for name in given.keys() - {key}})

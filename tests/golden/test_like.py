@@ -15,7 +15,7 @@ import pytest
 
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import CheckpointError, ReshardError, UnsupportedError, UsageError
-from tests.conftest import case_directory
+from tests.conftest import checkpoint_of
 from tests.golden.unified_cases import read as _read
 from tests.golden.unified_cases import read_file, write_safetensors
 
@@ -28,15 +28,11 @@ def _config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def _checkpoint(name: str) -> Path:
-    return case_directory(name) / "checkpoint-3"
-
-
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a job without multi-token prediction, on four cards."""
     made = tmp_path_factory.mktemp("like") / "checkpoint-3"
-    case = _checkpoint("families/deepseek_v3_mtp_single")
+    case = checkpoint_of("families/deepseek_v3_mtp_single")
     paddle_reshard.convert(case, made, to="pp=2,sharding=2", drop=["mtp"])
     return made
 
@@ -45,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole_donor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export of the same model with other values, and with multi-token prediction."""
     donor = tmp_path_factory.mktemp("like") / "donor"
-    case = _checkpoint("families/deepseek_v3_mtp_single")
+    case = checkpoint_of("families/deepseek_v3_mtp_single")
     paddle_reshard.convert(case, donor, format="huggingface", max_shard_size="60KB")
     (donor / "paddle_reshard.json").unlink()
     for path in donor.glob("*.safetensors"):
@@ -116,8 +112,8 @@ def test_what_an_engine_would_lack_is_named_without_a_donor(
 
 
 def test_buffers_that_the_trainer_lost_are_taken_if_they_may_be_missing(tmp_path: Path) -> None:
-    source, donor = _checkpoint("moe/glm4moe_ep2_sh2_s1v2_meta_ema"), tmp_path / "donor"
-    paddle_reshard.convert(_checkpoint("moe/glm4moe_single"), donor, format="huggingface")
+    source, donor = checkpoint_of("moe/glm4moe_ep2_sh2_s1v2_meta_ema"), tmp_path / "donor"
+    paddle_reshard.convert(checkpoint_of("moe/glm4moe_single"), donor, format="huggingface")
     with pytest.raises(ReshardError, match="e_score_correction_bias"):
         _completed(source, tmp_path / "hf", donor)
     _completed(source, tmp_path / "hf", donor, allow_missing=[BIAS], dtype="float32")
@@ -130,7 +126,7 @@ def test_buffers_that_the_trainer_lost_are_taken_if_they_may_be_missing(tmp_path
 
 
 def test_the_vocabulary_has_the_size_of_the_donor_if_that_is_asked_for(tmp_path: Path) -> None:
-    source = _checkpoint("mp2_tied")
+    source = checkpoint_of("mp2_tied")
     paddle_reshard.convert(source, tmp_path / "donor", format="huggingface", vocab_size=160)
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight: shape \(128, 64\).*--vocab-size"):
         _completed(source, tmp_path / "hf", tmp_path / "donor")
@@ -140,7 +136,7 @@ def test_the_vocabulary_has_the_size_of_the_donor_if_that_is_asked_for(tmp_path:
 
 def test_a_tied_head_is_not_taken(tmp_path: Path) -> None:
     """In the donor it is a copy of a word embedding that has been trained since."""
-    source, donor = _checkpoint("mp2_tied"), tmp_path / "donor"
+    source, donor = checkpoint_of("mp2_tied"), tmp_path / "donor"
     paddle_reshard.convert(source, donor, format="huggingface")
     whole = _read(donor)
     head = whole["model.embed_tokens.weight"]

@@ -18,7 +18,7 @@ from paddle_reshard.pipeline.core.errors import CheckpointError
 from paddle_reshard.pipeline.core.tensors import WRITTEN_NAMES
 from paddle_reshard.pipeline.model.optimizer_keys import split_accumulator_key
 from tests import oracle
-from tests.conftest import case_directory
+from tests.conftest import case_directory, checkpoint_of
 from tests.oracle import unpickle
 
 LAYER = re.compile(r"(?<![a-z_])([a-z_]+)_(\d+)(?=\.[wb]_\d)")
@@ -27,14 +27,10 @@ PLAIN, WITH_META = "dense/single", "dense/sh2_s1v2_meta"
 Q, K = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
 
 
-def _checkpoint(case: str) -> Path:
-    return next(path for path in case_directory(case).iterdir() if path.name.startswith("checkpoint-"))
-
-
 def _renamed(case: str, folder: Path, layer: Callable[[str, int], str]) -> Path:
     """A copy in which every file calls the parameters of a layer otherwise: the names, and the states under them."""
     copied = folder / "renamed"
-    shutil.copytree(_checkpoint(case), copied, copy_function=shutil.copyfile)
+    shutil.copytree(checkpoint_of(case), copied, copy_function=shutil.copyfile)
 
     def in_text(text: str) -> str:
         return LAYER.sub(lambda found: layer(found[1], int(found[2])), text)
@@ -62,7 +58,7 @@ def _exchanged(*numbers: tuple[int, int]) -> Callable[[str, int], str]:
 
 @pytest.mark.parametrize(("case", "file"), [(WITH_META, "model_meta.json"), (PLAIN, "model_state.pdparams")])
 def test_two_parameters_with_each_others_name_are_refused(case: str, file: str, tmp_path: Path) -> None:
-    sound, exchanged = _checkpoint(case), _renamed(case, tmp_path, _exchanged((0, 1)))
+    sound, exchanged = checkpoint_of(case), _renamed(case, tmp_path, _exchanged((0, 1)))
     told = (
         rf"{re.escape(Q)} has the parameter name linear_1\.w_0 in {re.escape(file)}.* that of {re.escape(K)}; its own "
         r"is linear_0\.w_0.*\(1 more parameter so\)"
@@ -79,20 +75,20 @@ def test_two_parameters_with_each_others_name_are_refused(case: str, file: str, 
 def test_so_they_are_in_a_program_of_auto_parallel_training(tmp_path: Path) -> None:
     """Metadata and data files have the names of states; those of parameters are in data files besides."""
     target, name, other = tmp_path / "auto", rb"linear_0.w_0", rb"linear_1.w_0"
-    paddle_reshard.convert(_checkpoint(PLAIN), target, format="auto-parallel")
+    paddle_reshard.convert(checkpoint_of(PLAIN), target, format="auto-parallel")
     assert paddle_reshard.verify(target)
     to = {name: other, other: name}
     for path in (target / "dist_ckpt").iterdir():
         path.write_bytes(re.sub(rb"linear_[01]\.w_0", lambda found: to[found[0]], path.read_bytes()))
     told = rf"{re.escape(Q)} has the parameter name linear_1\.w_0 in dist_ckpt/0_0\.distcp.* that of {re.escape(K)}"
     with pytest.raises(CheckpointError, match=told):
-        paddle_reshard.verify(_checkpoint(PLAIN), target)
+        paddle_reshard.verify(checkpoint_of(PLAIN), target)
     assert re.match(told, paddle_reshard.inspect(target).misnamed)
 
 
 def test_an_exchange_in_every_layer_is_a_class_of_its_own_but_no_equal(tmp_path: Path) -> None:
     """Seven linear layers in each decoder layer, of which there are four: such a class may exist."""
-    sound = _checkpoint(WITH_META)
+    sound = checkpoint_of(WITH_META)
     other = _renamed(WITH_META, tmp_path, _exchanged(*((7 * layer, 7 * layer + 1) for layer in range(4))))
     assert paddle_reshard.verify(other)
     assert f"{Q} has the parameter name linear_1.w_0" in paddle_reshard.inspect(other).misnamed
@@ -110,7 +106,7 @@ def test_a_parameter_called_as_none_is_differs(tmp_path: Path) -> None:
     other = _renamed(
         PLAIN, tmp_path, lambda word, number: f"{word}_{99 if (word, number) == ('linear', 0) else number}"
     )
-    report = paddle_reshard.verify(_checkpoint(PLAIN), other)
+    report = paddle_reshard.verify(checkpoint_of(PLAIN), other)
     assert [difference.tensor for difference in report.differences] == [Q]
     assert paddle_reshard.verify(other)
 
@@ -129,7 +125,7 @@ def test_names_of_another_process_are_said_and_no_difference(
     case: str, layer: Callable[[str, int], str], tmp_path: Path
 ) -> None:
     other = _renamed(case, tmp_path, layer)
-    report = paddle_reshard.verify(_checkpoint(case), other)
+    report = paddle_reshard.verify(checkpoint_of(case), other)
     assert report.equal
     (remark,) = report.remarks
     assert "has the parameter name" in paddle_reshard.inspect(other).misnamed
@@ -149,7 +145,7 @@ def test_an_exchange_beside_a_second_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_with_sequence_parallelism_has_other_names_and_the_same_values(tmp_path: Path) -> None:
-    source = _checkpoint("dense/mp2pp2")
+    source = checkpoint_of("dense/mp2pp2")
     paddle_reshard.convert(source, tmp_path / "there", to="tp=2,pp=2", layout={"sequence_parallel": True})
     report = paddle_reshard.verify(source, tmp_path / "there")
     assert report.equal
@@ -168,7 +164,7 @@ def _rearranged(entries: list[tuple[str, Any]], how: str) -> list[tuple[str, Any
 @pytest.mark.parametrize("how", ["one comes last", "shuffled"])
 def test_a_state_is_that_of_the_parameter_that_it_names_wherever_it_stands(how: str, tmp_path: Path) -> None:
     source, made = tmp_path / "source", tmp_path / "made"
-    shutil.copytree(_checkpoint(PLAIN), source, copy_function=shutil.copyfile)
+    shutil.copytree(checkpoint_of(PLAIN), source, copy_function=shutil.copyfile)
     path = source / "optimizer.pdopt"
     path.write_bytes(pickle.dumps(dict(_rearranged([*unpickle(path).items()], how)), protocol=4))
     paddle_reshard.convert(source, made, to="tp=1")

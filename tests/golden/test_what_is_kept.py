@@ -10,14 +10,10 @@ import pytest
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import PlanError, UsageError
 from tests import oracle
-from tests.conftest import case_directory
+from tests.conftest import checkpoint_of
 from tests.jobs.command import run_here as run
 
 AVERAGED = "mp2pp2sh2_s1v2_meta_ema"
-
-
-def checkpoint(name: str) -> Path:
-    return case_directory(name) / "checkpoint-3"
 
 
 def written_strategy(folder: Path) -> str:
@@ -38,7 +34,7 @@ def written_strategy(folder: Path) -> str:
 def test_the_strategy_is_the_sources_or_the_trainers_default(
     name: str, to: str, expected: str, reason: str, tmp_path: Path
 ) -> None:
-    report = paddle_reshard.convert(checkpoint(name), tmp_path / "out", to=to)
+    report = paddle_reshard.convert(checkpoint_of(name), tmp_path / "out", to=to)
     assert written_strategy(tmp_path / "out") == expected
     (target,) = report.plan.targets
     assert (target.spec.strategy, target.spec.strategy_reason) == (expected, reason)
@@ -46,7 +42,9 @@ def test_the_strategy_is_the_sources_or_the_trainers_default(
 
 def test_a_strategy_that_the_target_cannot_have_gives_way_and_says_so(tmp_path: Path) -> None:
     """The trainer refuses stage 3 with tensor or pipeline parallelism."""
-    paddle_reshard.convert(checkpoint(AVERAGED), tmp_path / "3", to="sharding=2", sharding_strategy="stage3")
+    paddle_reshard.convert(
+        checkpoint_of(AVERAGED), tmp_path / "3", to="sharding=2", sharding_strategy="stage3"
+    )
     kept = paddle_reshard.plan(tmp_path / "3", tmp_path / "x", to="sharding=4").targets[0].spec
     assert (kept.strategy, kept.strategy_reason) == ("stage3", "as the source")
     report = paddle_reshard.convert(tmp_path / "3", tmp_path / "out", to="tp=2,sharding=2")
@@ -57,23 +55,23 @@ def test_a_strategy_that_the_target_cannot_have_gives_way_and_says_so(tmp_path: 
 
 def test_fp32_training_does_not_cut_parameters_by_default(tmp_path: Path) -> None:
     """PaddleFormers asserts ``amp_master_grad`` with ``split_param``, and that AMP is on with the former."""
-    paddle_reshard.convert(checkpoint("sh2_s1v1_meta_fp32"), tmp_path / "one", to="tp=1")
+    paddle_reshard.convert(checkpoint_of("sh2_s1v1_meta_fp32"), tmp_path / "one", to="tp=1")
     form = paddle_reshard.plan(tmp_path / "one", tmp_path / "x", to="sharding=2").targets[0].spec
     assert form.strategy == "stage1v1"
 
 
 def test_the_first_line_says_the_strategy_and_why(tmp_path: Path) -> None:
-    done = run("convert", checkpoint(AVERAGED), tmp_path / "out", "--to", "tp=2,pp=2,sharding=3")
+    done = run("convert", checkpoint_of(AVERAGED), tmp_path / "out", "--to", "tp=2,pp=2,sharding=3")
     assert done.returncode == 0
     assert done.stdout.splitlines()[0].split() == ["sharding", "stage1v2:", "as", "the", "source"]
-    planned = run("plan", checkpoint(AVERAGED), tmp_path / "x", "--to", "sharding=3", "--json")
+    planned = run("plan", checkpoint_of(AVERAGED), tmp_path / "x", "--to", "sharding=3", "--json")
     target = json.loads(planned.stdout)["target"]
     assert (target["sharding_strategy"], target["sharding_strategy_reason"]) == ("stage1v2", "as the source")
 
 
 @pytest.mark.parametrize("format", ["unified", "auto-parallel"])
 def test_an_average_is_left_out_by_name_only(format: str, tmp_path: Path) -> None:
-    source = checkpoint(AVERAGED)
+    source = checkpoint_of(AVERAGED)
     refused = run("convert", source, tmp_path / "out", "--format", format, "--quiet")
     assert refused.returncode == 1
     assert f"the format {format} cannot hold the exponential moving average" in refused.stderr
@@ -91,7 +89,7 @@ def test_an_average_is_left_out_by_name_only(format: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("options", [{"to": "tp=2"}, {"format": "flex"}, {"format": "huggingface"}])
 def test_what_is_dropped_is_in_no_target(options: dict, tmp_path: Path) -> None:
-    report = paddle_reshard.convert(checkpoint(AVERAGED), tmp_path / "out", drop=["ema"], **options)
+    report = paddle_reshard.convert(checkpoint_of(AVERAGED), tmp_path / "out", drop=["ema"], **options)
     assert report.plan.dropped == ("ema_master_weight",)
     assert not list((tmp_path / "out").rglob("ema*"))
     assert not paddle_reshard.inspect(tmp_path / "out").has_ema
@@ -99,7 +97,7 @@ def test_what_is_dropped_is_in_no_target(options: dict, tmp_path: Path) -> None:
 
 def test_a_second_target_may_hold_the_average(tmp_path: Path) -> None:
     report = paddle_reshard.convert(
-        checkpoint(AVERAGED),
+        checkpoint_of(AVERAGED),
         {tmp_path / "a": {"format": "unified"}, tmp_path / "b": {"format": "huggingface", "state": "ema"}},
     )
     assert report.plan.targets[0].states_not_carried == ("ema_master_weight",)
@@ -107,7 +105,7 @@ def test_a_second_target_may_hold_the_average(tmp_path: Path) -> None:
 
 
 def test_what_describes_an_average_goes_with_it(tmp_path: Path) -> None:
-    paddle_reshard.average([checkpoint(AVERAGED)] * 2, tmp_path / "averaged", uniform=True, to="tp=1")
+    paddle_reshard.average([checkpoint_of(AVERAGED)] * 2, tmp_path / "averaged", uniform=True, to="tp=1")
     assert (tmp_path / "averaged" / "ema.json").exists()
     report = paddle_reshard.convert(tmp_path / "averaged", tmp_path / "out", to="tp=1", drop="ema")
     assert not (tmp_path / "out" / "ema.json").exists()
@@ -119,14 +117,14 @@ def test_what_describes_an_average_goes_with_it(tmp_path: Path) -> None:
 
 def test_only_what_can_be_done_without_is_dropped(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--drop moment1: cannot be dropped; known: ema"):
-        paddle_reshard.plan(checkpoint(AVERAGED), tmp_path / "x", to="tp=1", drop=["moment1"])
+        paddle_reshard.plan(checkpoint_of(AVERAGED), tmp_path / "x", to="tp=1", drop=["moment1"])
     with pytest.raises(UsageError, match="--drop ema cannot be combined"):
         paddle_reshard.plan(
-            checkpoint(AVERAGED), tmp_path / "x", format="huggingface", state="ema", drop=["ema"]
+            checkpoint_of(AVERAGED), tmp_path / "x", format="huggingface", state="ema", drop=["ema"]
         )
     with pytest.raises(UsageError, match="--drop does not apply to averages"):
         paddle_reshard.average(
-            [checkpoint(AVERAGED)] * 2, tmp_path / "x", uniform=True, to="tp=1", drop=["ema"]
+            [checkpoint_of(AVERAGED)] * 2, tmp_path / "x", uniform=True, to="tp=1", drop=["ema"]
         )
     with pytest.raises(PlanError, match="cannot hold the exponential moving average"):
-        paddle_reshard.plan(checkpoint(AVERAGED), {tmp_path / "x": {"format": "unified"}})
+        paddle_reshard.plan(checkpoint_of(AVERAGED), {tmp_path / "x": {"format": "unified"}})

@@ -23,7 +23,7 @@ from typing import Any
 import paddle_reshard
 from paddle_reshard.pipeline.core.errors import ReshardError
 from tests import oracle
-from tests.conftest import case_directory, case_names
+from tests.conftest import case_names, checkpoint_of
 
 COUNTS = Path(__file__).with_name("exchanged.json")
 REFUSED, UNCHANGED, ALIKE = "refused", "unchanged", "alike"
@@ -114,12 +114,6 @@ def permuted(folder: Path, renamed: Renamed, target: Path) -> Path:
         if path.is_file():
             shutil.copy2(path, target / renamed.get(path.name, path.name))
     return target
-
-
-def checkpoint_of(case: str) -> Path:
-    """The checkpoint of a case."""
-    (folder,) = case_directory(case).glob("checkpoint-*")
-    return folder
 
 
 def outcomes(case: str, work: Path) -> dict[str, int]:
