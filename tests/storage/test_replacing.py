@@ -49,11 +49,14 @@ def _put(path: Path, text: str = "years of work") -> None:
     path.write_text(text)
 
 
-def test_a_folder_with_a_link_in_it_is_kept(target: Path) -> None:
-    """What else may lie beside a conversion: ``test_stores.py``."""
-    (target / "scaler.pdparams").symlink_to(Path(__file__))
+@pytest.mark.parametrize("name", ["scaler.pdparams", "config.json"])
+def test_a_folder_with_a_link_in_it_is_kept(name: str, target: Path) -> None:
+    """Also in the place of a file of ours. What else may lie beside a conversion: ``test_stores.py``."""
+    shutil.copy(target / "config.json", target.parent)
+    (target / name).unlink(missing_ok=True)
+    (target / name).symlink_to(target.parent / "config.json")
     before = tree(target.parent)
-    told = r"there is also scaler.pdparams \(a link\), which the manifest there does not list; move that away"
+    told = rf"there is also {name} \(a link\), which the manifest there does not list; move that away"
     for overwrite in (True, False):
         with pytest.raises(OccupiedError, match=told):
             paddle_reshard.convert(SMALL, target, to="pp=2", overwrite=overwrite)
