@@ -204,9 +204,8 @@ class Proxy:
     ``internal``, but with status 200, as S3 does where it began to answer before it was done. ``reset``: the connection
     is closed instead of an answer. ``lose``: the same, after the store has done what was asked. ``cut``: half of the
     body that was announced. ``short``, ``long``: a whole body of one byte less or more. ``stall``: half of the body,
-    then nothing; ``hang``: nothing at all, for as long as the proxy lives. ``elsewhere``: as many bytes as a
-    ranged read asks for, from one byte before or after, and said to be these. The method of a part that the store
-    copies is ``COPY``.
+    then nothing; ``hang``: nothing at all, for as long as the proxy lives. The
+    method of a part that the store copies is ``COPY``.
     """
 
     url: str = ""
@@ -322,10 +321,6 @@ class _Handler(Quiet):
         connection = http.client.HTTPConnection(self.server.upstream)
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-            if kind == "elsewhere":
-                low, high = map(int, headers["Range"].removeprefix("bytes=").split("-"))
-                by = -1 if low else 1
-                headers["Range"] = f"bytes={low + by}-{high + by}"
             connection.request(self.command, self.path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
