@@ -1,4 +1,8 @@
-"""The oracle is Python's own ``pickle`` with Paddle's classes; it shares no code with the parser."""
+"""The oracle is Python's own ``pickle`` with Paddle's classes; it shares no code with the parser.
+
+Entries that are taken in runs say what they say opcode by opcode. There windows are small, and every layout makes a
+stencil, so that small files have what large ones have.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_reshard.pipeline.core.errors import FormatError
-from paddle_reshard.storage.files import dist_metadata_rows
+from paddle_reshard.storage.files import dist_metadata, dist_metadata_rows, dist_metadata_stencils
 from paddle_reshard.storage.files.dist_metadata import (
     GENERATIONS,
     READ_AHEAD_BYTES,
@@ -220,8 +224,18 @@ def test_what_later_versions_say_besides_and_may_change_values_is_refused():
 @pytest.mark.parametrize(
     ("make", "keys", "world"), [(replicated, 40, 300), (flattened, 40, 64), (flattened, 3, 1500)]
 )
-def test_large_files_say_what_pickle_finds_in_them(make, keys, world):
-    """Long enough for frames, for batches of 1000 items, and for every width of a memo index."""
+def test_large_files_say_what_pickle_finds_in_them(make, keys, world, monkeypatch):
+    """Long enough for frames, for batches of 1000 items, and for every width of a memo index.
+
+    Opcode by opcode a real file takes minutes; how many entries are taken so is counted, not timed.
+    """
+    one_by_one = []
+    follow = dist_metadata_rows._EntryRuns.follow
+    monkeypatch.setattr(
+        dist_metadata_rows._EntryRuns,
+        "follow",
+        lambda rows: one_by_one.append(follow(rows)) or one_by_one[-1],
+    )
     module = classes_of("3.3")
     metadata = make(module, keys, world)
     found = parse(dumped(metadata, module))
@@ -229,25 +243,7 @@ def test_large_files_say_what_pickle_finds_in_them(make, keys, world):
     framed = encode_dist_metadata(found, "3.3", 5)
     assert dumped(loaded(framed, module), module, 5) == framed
     assert same(parse(framed), found)
-
-
-@pytest.mark.parametrize("protocol", [4, 5])
-@pytest.mark.parametrize("make", [replicated, flattened])
-def test_nearly_every_entry_of_a_large_file_is_taken_in_runs(make, protocol, monkeypatch):
-    """Opcode by opcode a real file takes minutes; how many are taken so is counted, not timed."""
-    one_by_one = []
-    follow = dist_metadata_rows._EntryRuns.follow
-
-    def counted(rows):
-        instance = follow(rows)
-        one_by_one.append(instance)
-        return instance
-
-    monkeypatch.setattr(dist_metadata_rows._EntryRuns, "follow", counted)
-    module = classes_of("3.3")
-    metadata = make(module, 40, 300)
-    found = parse(dumped(metadata, module, protocol))
-    assert len(one_by_one) * 50 < len(found.locations)
+    assert len(one_by_one) * 50 < 2 * len(found.locations)
 
 
 # --- what a file may not say --------------------------------------------------------------------------
@@ -373,3 +369,86 @@ def test_a_range_without_a_flag_is_refused_among_many_entries_too():
     with pytest.raises(FormatError) as caught:
         parse(many(_unflagged))
     assert caught.value.reason == "bad_range"
+
+
+# --- entries in runs ----------------------------------------------------------------------------------
+
+CLASSES = classes_of("3.3")
+
+
+@pytest.fixture
+def fitted(monkeypatch) -> list[int]:
+    """Small windows; and how many entries fitted a stencil, per comparison."""
+    monkeypatch.setattr(dist_metadata, "READ_AHEAD_BYTES", 1 << 13)
+    monkeypatch.setattr(dist_metadata_rows, "_FEWEST_ENTRIES", 1)
+    counts: list[int] = []
+    fitting = dist_metadata_stencils.Stencil.fitting
+
+    def counted(stencil, rows):
+        fits = fitting(stencil, rows)
+        counts.append(int(np.count_nonzero(fits)))
+        return fits
+
+    monkeypatch.setattr(dist_metadata_stencils.Stencil, "fitting", counted)
+    return counts
+
+
+def one_by_one(data: bytes) -> DistMetadata:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist_metadata_rows._EntryRuns, "_ready", lambda rows: False)
+        return parse(data)
+
+
+def content(found: DistMetadata) -> tuple[object, ...]:
+    return (
+        found.keys, found.dtypes, found.shapes, found.files, dict(found.flat_mapping), found.remarks,
+        found.pieces.tobytes(), found.locations.tobytes(),
+    )  # fmt: skip
+
+
+def answer(read, data: bytes) -> object:
+    """What the file says; an error counts as none."""
+    try:
+        return content(read(data))
+    except FormatError:
+        return None
+
+
+def test_real_files_say_the_same_in_runs_and_one_by_one(fitted):
+    files = real_files()
+    for path in files:
+        data = path.read_bytes()
+        assert content(parse(data)) == content(one_by_one(data)), path
+    assert len(files) >= 28
+    assert sum(fitted) > 1000
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("python", [False, True], ids=["C", "Python"])
+def test_real_files_say_the_same_in_every_protocol(protocol, python, fitted):
+    """Protocols 2 and 3 number what they store in the memo (BINPUT, LONG_BINPUT) and have no runs."""
+    data = max((path.read_bytes() for path in real_files()), key=len)
+    again = dumped(loaded(data, CLASSES), CLASSES, protocol, python)
+    found = content(parse(again))
+    assert (sum(fitted) > 200) == (protocol >= 4)
+    assert found == content(one_by_one(again)) == content(parse(data))
+
+
+def mutable():
+    """Files with few entries: of one layout, and with numpy numbers and texts."""
+    return [dumped(replicated(CLASSES, 1, 24), CLASSES), dumped(flattened(CLASSES, 1, 12), CLASSES)]
+
+
+@pytest.mark.parametrize("base", mutable(), ids=["replicated", "flattened"])
+def test_other_bytes_change_what_both_say_in_the_same_way(base, fitted):
+    """Bytes in turn, with another bit: every byte of an entry in one entry or another, its opcodes included."""
+    read = 0
+    for at in range(len(base) // 2, len(base) - 512, 11):
+        data = base[:at] + bytes([base[at] ^ 1 << at % 8]) + base[at + 1 :]
+        found = answer(parse, data)
+        assert found == answer(one_by_one, data), at
+        read += found is not None
+        if found is not None:
+            assert entries(parse(data)) == expected(loaded(data, CLASSES)), at
+    assert read > 1
+    assert sum(fitted) > 200

@@ -38,27 +38,26 @@ def test_files_far_from_the_others_are_named(seconds: tuple[float, ...], named: 
 
 
 @pytest.mark.parametrize(
-    "seconds",
+    ("times", "size_bytes"),
     [
-        (0,),
-        (0, 0),
-        (0, 20, 41, 55),  # saved side by side
-        (0, 61),  # ranks of different speed; a moment longer than a minute, with the copy
-        (0, 600, 1200, 1800),  # copied one after the other
-        (0, 100, 300, 900),
+        *[
+            (optimizers(*seconds), 100_000_000)
+            for seconds in (
+                (0,),
+                (0, 0),
+                (0, 20, 41, 55),  # saved side by side
+                (0, 61),  # ranks of different speed; a moment longer than a minute, with the copy
+                (0, 600, 1200, 1800),  # copied one after the other
+                (0, 100, 300, 900),
+            )
+        ],
+        (optimizers(0, 3600), 100_000_000_000),  # a large file takes long to copy
+        # kinds are saved at different times
+        (optimizers(0, 1, 2) | {f"ema.shard{n:02d}.pdopt": (3600 + n) * S for n in range(3)}, 1000),
     ],
 )
-def test_what_one_save_or_a_copy_of_it_looks_like_is_not(seconds: tuple[float, ...]) -> None:
-    assert not told(optimizers(*seconds), size_bytes=100_000_000)
-
-
-def test_a_large_file_takes_long_to_copy() -> None:
-    assert not told(optimizers(0, 3600), size_bytes=100_000_000_000)
-
-
-def test_kinds_are_saved_at_different_times() -> None:
-    others = {f"ema.shard{rank:02d}.pdopt": (3600 + rank) * S for rank in range(3)}
-    assert not told(optimizers(0, 1, 2) | others)
+def test_what_one_save_or_a_copy_of_it_looks_like_is_not(times: dict[str, int], size_bytes: int) -> None:
+    assert not told(times, size_bytes)
 
 
 def test_unknown_times_tell_nothing() -> None:
