@@ -235,7 +235,7 @@ def _remarks(
     inspection: Inspection, job: TrainingJob, arguments: Arguments, before: Topology | None
 ) -> Iterator[str]:
     if why := inspection.not_loaded.by(job.topology):
-        yield f"does not start: {why}"
+        yield f"{'starts wrongly' if why == inspection.not_loaded.alone else 'does not start'}: {why}"
     if before is not None:
         yield from remarks_on_change(before, job.topology, job.library)
     if job.topology.sharding > 1 and job.library != "paddlenlp":
