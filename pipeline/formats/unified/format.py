@@ -62,9 +62,8 @@ def _not_loaded(checkpoint: Checkpoint) -> NotLoaded:
     from paddle_reshard.pipeline.formats.unified.source import has_tied_states_once
     from paddle_reshard.pipeline.formats.unified.target import not_loaded
 
-    several = any(
-        file.number for file in sort_files(file.path for file in checkpoint.catalog.files) if not file.of_rank
-    )
+    paths = [] if checkpoint.adapter else [file.path for file in checkpoint.catalog.files]
+    several = any(file.number for file in sort_files(paths) if not file.of_rank)
     return not_loaded(checkpoint.model.table, has_tied_states_once(checkpoint), several)
 
 
