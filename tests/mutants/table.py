@@ -213,14 +213,14 @@ MUTANTS = (
         "tasks/cast.py",
         "words[nan] = 0x7FFF << 16",
         "words[nan] = 0x7FC0 << 16",
-        ("tests/unit/test_cast.py::test_special_values",),
+        ("tests/unit/test_cast.py::test_every_upper_half_around_its_ties",),
     ),
     Mutant(
         "Values too large for float16 become infinite.",
         "tasks/cast.py",
         "lost = np.isinf(converted) & np.isfinite(wide)",
         "lost = np.isnan(converted) & np.isfinite(wide)",
-        ("tests/unit/test_huggingface.py::test_what_float16_cannot_hold",),
+        ("tests/unit/test_cast.py::test_what_float16_cannot_hold",),
     ),
     # -------------------------------------------------------------------------- groups, padding, stages, names
     Mutant(

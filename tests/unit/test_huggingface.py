@@ -1,4 +1,4 @@
-"""Values of the Hugging Face layout: rows of rule tables, casts between dtypes, refusals of odd files."""
+"""The Hugging Face layout: rows of rule tables, refusals of odd files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 import paddle_reshard
@@ -33,10 +32,8 @@ from paddle_reshard.storage.files.safetensors import (
     encode_safetensors,
     parse_safetensors,
 )
-from paddle_reshard.tasks.cast import cast, cast_in_range
 from tests.conftest import case_directory
 
-F4, F2, BITS = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")
 QKV = {
     "keys": ["q.weight", "k.weight", "v.weight"],
     "transposed": True,
@@ -194,40 +191,6 @@ def test_two_files_that_hold_the_same() -> None:
     payloads = {name: _payload(name, {}, ("b", "F32", (2,))) for name in ("m", "n")}
     with pytest.raises(CoverageError, match="two files hold it"):
         stored_tensors(payloads, None)
-
-
-# ------------------------------------------------------------------------------------------------- casts
-
-
-def test_every_bfloat16_and_float16_is_widened_exactly() -> None:
-    patterns = np.arange(1 << 16, dtype=np.uint16)
-    wide = cast(patterns, F4)
-    assert wide.view(np.uint32).tobytes() == (patterns.astype(np.uint32) << 16).tobytes()
-    halves = patterns.view(F2)
-    np.testing.assert_array_equal(cast(halves, F4), [float(half) for half in halves])
-
-
-def test_float16_is_the_nearest_one_with_ties_to_even() -> None:
-    """Between neighbouring float16 values: at, below and above the middle."""
-    low = np.arange(0x0000, 0x7BFF, dtype=np.uint16).view(F2).astype(np.float64)
-    high = np.arange(0x0001, 0x7C00, dtype=np.uint16).view(F2).astype(np.float64)
-    middle = (low + high) / 2
-    for sign in (1, -1):
-        values = (sign * middle).astype(np.float32)
-        exact = values.astype(np.float64) == sign * middle
-        assert exact.all()
-        even = np.where(np.arange(len(low)) % 2 == 0, low, high)
-        np.testing.assert_array_equal(cast_in_range(values, F2), sign * even)
-        np.testing.assert_array_equal(cast_in_range(np.nextafter(values, np.float32(0)), F2), sign * low)
-        beyond = np.nextafter(values, np.float32(sign * np.inf))
-        np.testing.assert_array_equal(cast_in_range(beyond, F2), sign * high)
-
-
-def test_what_float16_cannot_hold() -> None:
-    with pytest.raises(OverflowError, match=r"the value 65520\.0 is too large for float16"):
-        cast_in_range(np.float32([1.0, 65520.0]), F2)
-    kept = cast_in_range(np.float32([65519.0, np.inf, -np.inf, np.nan]), F2)
-    np.testing.assert_array_equal(kept, np.float16([65504.0, np.inf, -np.inf, np.nan]))
 
 
 # -------------------------------------------------------------------------------------------------- jobs
