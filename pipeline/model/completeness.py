@@ -388,8 +388,11 @@ def _said_of_layers(model: Model) -> Iterator[tuple[_Kind, _Kind, str, Callable[
     family, config = model.table.family, model.config
     step, only = config_entry(config, "decoder_sparse_step"), config_entry(config, "mlp_only_layers") or []
     if family in _BY_STEP and type(step) is int and step > 0 and isinstance(only, list):
-        entries = f"decoder_sparse_step {step}, mlp_only_layers {only}"
-        yield _EXPERTS, _DENSE, entries, lambda layer: layer not in only and (layer + 1) % step == 0
+        some = config_entry(config, model.table.experts or "", 1) != 0
+        entries = (
+            f"decoder_sparse_step {step}, mlp_only_layers {only}" if some else f"{model.table.experts} 0"
+        )
+        yield _EXPERTS, _DENSE, entries, lambda layer: some and layer not in only and (layer + 1) % step == 0
     first, every = config_entry(config, "first_k_dense_replace"), config_entry(config, "moe_layer_freq", 1)
     has_experts = config_entry(config, "n_routed_experts", 1) is not None  # deepseek_v3 may have none
     if family in _FROM_A_LAYER_ON and type(first) is int and every == 1 and has_experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -163,6 +164,9 @@ class S3Target(FsspecTarget):
         self.uploads = dict(session.record.uploads)
         if session.resumed:  # some stores have no ListMultipartUploads, which nothing else needs
             self._abort_strays()
+        elif self.permission.resume:  # of a run that was killed in its trial, before it had a session
+            with suppress(ReshardError):
+                self._abort_strays()
         begins = session.phase is Phase.MOVE and not any(self.uploads.values())
         check = PartCheck.MD5
         if trial is not None:

@@ -66,9 +66,11 @@ def _without(model: Model, keys: Collection[str]) -> Model:
 
 
 def _sampled(names: Iterable[str]) -> list[object]:
-    """Every build; those that only make a number another are for `make exhaustive`."""
+    """Every build; those that only make a number another, but not 0, are for `make exhaustive`."""
     return [
-        exhaustive(name) if any(type(value) is int for value in BUILDS[name].config.values()) else name
+        exhaustive(name)
+        if any(type(value) is int and value for value in BUILDS[name].config.values())
+        else name
         for name in names
     ]
 

@@ -54,6 +54,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("families/paddleocr_vl*", ("tp*",), "paddleformers cannot train paddleocr_vl with it"),
     ("families/paddleocr_vl_single", SHARDED, "has no optimizer states in the source, as in a job without sharding"),
     ("families/*_vl*", STAGES, "paddleformers has no pipeline class of"),
+    ("families/qwen3_moe_fused_single", ("flex*",), "neither saves the states of stacked experts in a FlexCheckpoint"),
     ("families/glm*", STAGES, "paddleformers has no pipeline class of"),
 )  # fmt: skip
 """Cases and targets (patterns) → what the error says."""
@@ -64,6 +65,8 @@ PAIRS = [
     for target in TARGETS
     if not ("phi3" in case and target.startswith("tp"))  # the reader does not know how it fuses qkv_proj
 ]
+QUICK = (("states/dsv3_mtp_fc_sh2_s1v2_ema", "v1"),)
+"""Of ``make test`` besides a sample: buffers with averages, whose ranks ``model_meta.json`` does not name."""
 
 
 def outcome(case: str, target: str, folder: Path) -> str:
@@ -117,7 +120,7 @@ def differences(found: dict[str, np.ndarray], truth: dict[str, np.ndarray], unif
 
 @pytest.mark.parametrize(
     ("case", "target"),
-    [pair if number % 101 == 50 else exhaustive(*pair) for number, pair in enumerate(PAIRS)],
+    [pair if number % 101 == 50 or pair in QUICK else exhaustive(*pair) for number, pair in enumerate(PAIRS)],
 )
 def test_it_equals_the_truth_or_is_refused(case: str, target: str, tmp_path: Path) -> None:
     result = outcome(case, target, tmp_path / "made")

@@ -16,7 +16,7 @@ KILLED = {"killed": 9}
 SESSION = r"put_object \.paddle_reshard_session"
 LEDGER = r"\w+_object \.paddle_reshard_ledger"
 BOUNDARIES = [
-    exhaustive("create_multipart_upload .*probe", 1, True),
+    ("create_multipart_upload .*probe", 1, True),  # there may be no session yet
     exhaustive(SESSION, 1, True),
     exhaustive("create_multipart_upload [^.]", 3, True),
     exhaustive(LEDGER, 1, True),

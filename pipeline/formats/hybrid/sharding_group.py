@@ -82,7 +82,9 @@ class ShardingGroup:
     def _check_whole(self, cell: StoredCell, key: str, state: str, stored: StoredArray) -> None:
         """Check that an array has the shape of the tensor, and lies on the rank that ``model_meta.json`` names."""
         shape = cell.shapes[key]
-        if state != PARAM and cell.owners and cell.owners.get(key) != stored.shard:
+        # A buffer has an average as its parameter would, and no optimizer, so that no rank is named.
+        unnamed = key not in cell.owners and (state == EMA_PARAM or not cell.owners)
+        if state != PARAM and not unnamed and cell.owners.get(key) != stored.shard:
             says = f"says rank {cell.owners[key]}" if key in cell.owners else "says no rank"
             raise CoverageError(
                 f"{key} ({state})", f"param2rank {says} holds it, not this file", (stored.path,)
