@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo     convert a bundled real checkpoint and compare it with its ground truth"
-	@echo "make test     the tests that show most in little time: eight minutes on two cores"
+	@echo "make test     the tests that show most in little time: about five minutes on two cores"
 	@echo "make full     the rest of them: whole jobs, kills, documents, memory, more cases, more examples"
 	@echo "make exhaustive  every source to every target, of which these run a sample, and more tensors"
 	@echo "make cluster  more on real Ray heads and clusters: jobs that fail, nodes, heads and workers that are killed, memory"
